@@ -1,0 +1,120 @@
+"""Where the owner puts the bytes of a message that is being built.
+
+A message normally fills one block. Its size is not known before it is complete (collate functions ask for one tensor
+after another), so the writer takes a block of the size that the last message needed and continues in a second one when
+that was too small; what is left over at the end is free again, and untouched pages cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from torchcrew.memory import libc
+from torchcrew.memory.arena import ArenaOwner, Block, Loan
+
+__all__ = ("ALIGNMENT", "PLACE_MIN", "BlockWriter")
+
+#: Every tensor begins at a multiple of this, as torch's own allocator has it (vector loads, cache lines).
+ALIGNMENT = 64
+#: Smaller requests of `new_shared` get private memory: copying them later costs less than a place in the block.
+PLACE_MIN = 16 << 10
+
+
+class _Open:
+    """A block of the message being built, and how much of it is taken."""
+
+    __slots__ = ("block", "end")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.end = 0
+
+
+class BlockWriter:
+    """Blocks of the message being built. Thread-safe: user threads may collate while another message is sent.
+
+    Args:
+        owner: the arena's owner.
+        make_room: called with the missing bytes when the owner has none; returns to try again, or raises.
+    """
+
+    def __init__(self, owner: ArenaOwner, make_room: Callable[[int], None]) -> None:
+        self._owner = owner
+        self._make_room = make_room
+        self._open: list[_Open] = []
+        self._lock = threading.Lock()
+        self._expected = 0
+        self.bytes_sent = 0
+
+    def reserve(self, nbytes: int) -> tuple[int, int]:
+        """Take ``nbytes``; returns the index of the block in this message and the offset in it.
+
+        Raises:
+            ArenaFull: see ``make_room``.
+        """
+        with self._lock:
+            if self._open:
+                last = self._open[-1]
+                start = -(-last.end // ALIGNMENT) * ALIGNMENT
+                if start + nbytes <= last.block.nbytes:
+                    last.end = start + nbytes
+                    return len(self._open) - 1, start
+            self._open.append(_Open(self._allocate(nbytes)))
+            self._open[-1].end = nbytes
+            return len(self._open) - 1, 0
+
+    def _allocate(self, nbytes: int) -> Block:
+        block = self._owner.allocate(max(nbytes, self._expected))
+        while block is None:
+            self._expected = 0
+            self._make_room(nbytes)
+            block = self._owner.allocate(nbytes)
+        return block
+
+    def expect(self, nbytes: int) -> None:
+        """Announce that ``nbytes`` more will be asked for, so that they come to lie in one block."""
+        with self._lock:
+            last = self._open[-1] if self._open else None
+            if last is None or last.block.nbytes - last.end < nbytes:
+                self._open.append(_Open(self._allocate(nbytes)))
+
+    def fill(self, source: int, nbytes: int) -> tuple[int, int]:
+        """Copy ``nbytes`` from the address ``source`` into the message."""
+        index, offset = self.reserve(nbytes)
+        libc.copy(self._open[index].block.address + offset, source, nbytes)
+        return index, offset
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Where in this message the bytes at ``address`` are, if they are in it."""
+        for index, part in enumerate(self._open):
+            offset = address - part.block.address
+            if 0 <= offset and offset + nbytes <= part.end:
+                return index, offset
+        return None
+
+    def new_shared(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of ``nbytes`` in the message being built (for `torch_private.replace_new_shared`)."""
+        if nbytes < PLACE_MIN:
+            return torch.UntypedStorage(nbytes)
+        index, offset = self.reserve(nbytes)
+        view = self._open[index].block.view
+        return torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
+    def lend(self, used: set[int]) -> list[Loan | None]:
+        """End the message: its blocks go on loan, those that are not in ``used`` (None in the result) are dropped."""
+        with self._lock:
+            loans: list[Loan | None] = []
+            for index, part in enumerate(self._open):
+                if index in used:
+                    loans.append(self._owner.lend(part.block, part.end))
+                    self.bytes_sent += part.end
+                else:
+                    loans.append(None)
+                    self._owner.discard(part.block)
+            if used:
+                self._expected = sum(part.end + ALIGNMENT for part in self._open)
+            self._open.clear()
+            return loans

@@ -1,0 +1,173 @@
+"""`torchcrew demo`: the same training twice, on stock's DataLoader and on ours, and what differed.
+
+Runs alternate (stock, ours, stock, ours), each in a fresh process (`demo_rounds`); the table shows medians.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from torchcrew.cli.demo_plot import draw
+from torchcrew.cli.demo_rounds import ENGINES, EngineSummary, Run, RunFailed, as_json, run_once, same_results, summarise
+from torchcrew.cli.report import format_bytes, format_seconds
+
+__all__ = ("demo_command",)
+
+SEED = 2024
+NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+
+
+def demo_command(
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training run.")] = 8,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes of each loader.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each engine, alternating; the table shows medians.")] = 2,
+    output: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes.")] = Path("torchcrew-demo.png"),
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Also write every figure of every run here.")
+    ] = None,
+) -> None:
+    """Train a small CNN on real handwritten digits, first with stock's DataLoader, then with torchcrew's.
+
+    Same seed, same number of workers: every loss and the test accuracy have to be equal to the last digit.
+    """
+    console = Console(highlight=False)
+    _check_requirements(console)
+    for path in filter(None, (output, json_file)):
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {str(path)!r} does not exist")
+    try:
+        runs = _run_all(console, epochs, workers, rounds)
+    except RunFailed as error:
+        console.print(Text.assemble(("The demo stopped: ", "bold red"), str(error)))
+        raise typer.Exit(1) from None
+    summaries = {engine: summarise(runs[engine]) for engine in ENGINES}
+    same = same_results([run for of_engine in runs.values() for run in of_engine])
+    console.print(Group(_table(summaries, same), *_conclusion(summaries, same, len(runs["stock"][0].result["losses"]))))
+    title = f"Digits CNN, {epochs} epochs, {workers} workers: {_ratio(summaries):.2f}x the images per second"
+    draw(summaries, runs, title, output)
+    console.print(f"  plot: {output}")
+    if json_file is not None:
+        options = {"epochs": epochs, "workers": workers, "rounds": rounds, "seed": SEED}
+        json_file.write_text(json.dumps(_document(options, summaries, runs, same), indent=1) + "\n")
+        console.print(f"  figures: {json_file}")
+    if not all(same.values()):
+        raise typer.Exit(1)
+
+
+def _check_requirements(console: Console) -> None:
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        command = Text("pip install 'torchcrew[demo]'", style="bold")
+        console.print(Text.assemble(f"The demo needs {' and '.join(missing)}: ", command))
+        raise typer.Exit(1)
+
+
+def _run_all(console: Console, epochs: int, workers: int, rounds: int) -> dict[str, list[Run]]:
+    console.print("[bold]torchcrew demo[/]: a small CNN learns scikit-learn's 1,797 handwritten digits")
+    with console.status("reading the digits"):
+        from torchcrew.cli.demo_digits import load_digit_arrays
+
+        digits = load_digit_arrays().to_bytes()
+    runs: dict[str, list[Run]] = {engine: [] for engine in ENGINES}
+    progress = Progress(
+        TextColumn("  {task.description}"),
+        BarColumn(bar_width=28, complete_style="cyan", finished_style="green"),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with progress:
+        for number in range(1, rounds + 1):
+            for engine in ENGINES:
+                name = f"{engine:<9}" + (f" {number}/{rounds}" if rounds > 1 else "")
+                task = progress.add_task(name, total=None, note="starting")
+                spec = {"engine": engine, "epochs": epochs, "workers": workers, "seed": SEED}
+                run = run_once(spec, digits, _follow(progress, task))
+                note = f"{run.images_per_s:,.0f} images/s, waited {run.wait_share:.0%}"
+                progress.update(task, note=f"{note:<34}")
+                progress.stop_task(task)
+                runs[engine].append(run)
+    return runs
+
+
+def _follow(progress: Progress, task: TaskID) -> Callable[[dict[str, Any]], None]:
+    """A function that shows a run's events in its bar."""
+
+    def show(event: dict[str, Any]) -> None:
+        if "steps" in event:
+            progress.update(task, total=event["steps"], note="training")
+        else:
+            note = f"loss {event['loss']:.3f}, waited {format_seconds(event['waited'])}"
+            progress.update(task, completed=event["done"], note=f"{note:<34}")
+
+    return show
+
+
+def _table(summaries: dict[str, EngineSummary], same: dict[str, bool]) -> Table:
+    stock, ours = summaries["stock"], summaries["torchcrew"]
+    table = Table(box=None, padding=(0, 2), header_style="bold", title_justify="left")
+    table.add_column("")
+    for name in ("stock", "torchcrew", "ratio"):
+        table.add_column(name, justify="right")
+
+    def row(
+        name: str, show: Callable[[float], str], theirs: float, our: float, *, more_is_better: bool = False
+    ) -> None:
+        better = our > theirs if more_is_better else our < theirs
+        ratio = Text(f"{our / theirs:.2f}x" if theirs else "-", style="green" if better else "yellow")
+        table.add_row(name, show(theirs), show(our), ratio)
+
+    row("time to the first batch", format_seconds, stock.first_batch_s, ours.first_batch_s)
+    row("images per second", "{:,.0f}".format, stock.images_per_s, ours.images_per_s, more_is_better=True)
+    row("waited for data", format_seconds, stock.wait_s, ours.wait_s)
+    row("  share of training time", "{:.1%}".format, stock.wait_share, ours.wait_share)
+    row("peak memory, all processes", format_bytes, stock.peak_bytes, ours.peak_bytes)
+    verdict = Text("equal", style="green") if same["accuracy"] else Text("DIFFERENT", style="bold red")
+    table.add_row("test accuracy", f"{stock.accuracy:.4%}", f"{ours.accuracy:.4%}", verdict)
+    return table
+
+
+def _conclusion(summaries: dict[str, EngineSummary], same: dict[str, bool], batches: int) -> list[Text]:
+    if all(same.values()):
+        result = Text(
+            f"  accuracy equal; all {batches} losses and the trained weights too, to the last bit", style="green"
+        )
+    else:
+        wrong = ", ".join(name for name, is_same in same.items() if not is_same)
+        result = Text(
+            f"  NOT equal: {wrong}. The two engines must give the same batches; please report this.", "bold red"
+        )
+    return [Text(), result]
+
+
+def _ratio(summaries: dict[str, EngineSummary]) -> float:
+    return summaries["torchcrew"].images_per_s / summaries["stock"].images_per_s
+
+
+def _document(
+    options: dict[str, int], summaries: dict[str, EngineSummary], runs: dict[str, list[Run]], same: dict[str, bool]
+) -> dict[str, Any]:
+    """What ``--json`` writes."""
+    from dataclasses import asdict
+    from importlib.metadata import version
+
+    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": version("torch")}
+    return {
+        "options": options,
+        "machine": machine,
+        "equal": same,
+        "medians": {engine: asdict(summary) for engine, summary in summaries.items()},
+        "runs": [as_json(run) for of_engine in runs.values() for run in of_engine],
+    }

@@ -1,0 +1,100 @@
+"""An import hook that puts torchcrew's engine under torch's `DataLoader` as soon as a program has imported torch.
+
+    torchcrew run train.py            start()  ─┐
+    child interpreter (spawn,                    ├─► finder on sys.meta_path ─► import torch … done ─► data.install()
+    forkserver, subprocess)   sitecustomize ─────┘        (no torch, no cost)
+
+A program that never imports torch never pays for it. `import torch` imports ``torch.utils.data.dataloader`` while
+torch itself is only half made, so the hook waits until both have run to their end before it imports `torchcrew.data`.
+
+This file uses the standard library only and is loaded by path in child interpreters (`run_site`), which may belong to
+another environment in which torchcrew is not installed; there it does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # importing `typing` would cost every child interpreter more than all of this file
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = ("RUN_VARIABLE", "start")
+
+RUN_VARIABLE = "TORCHCREW_RUN"
+"""Set by `torchcrew run` for the processes of its program: ``report`` or ``quiet``."""
+
+_WATCHED = frozenset({"torch", "torch.utils.data.dataloader"})
+
+
+class _AfterTorch:
+    """A finder that finds nothing by itself: it learns when the modules in `_WATCHED` have been executed."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._missing = set(_WATCHED)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._missing:
+            return None
+        spec = self._ask_the_others(name, path, target)
+        if spec is not None and spec.loader is not None:
+            self._watch(name, spec)
+        return spec
+
+    def _ask_the_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+    def _watch(self, name: str, spec: ModuleSpec) -> None:
+        # The import system calls `spec.loader.exec_module`; a loader object belongs to one module, so an attribute of
+        # the instance is the smallest place to stand in, and it is gone again before anybody can look at it.
+        loader = spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # type: ignore[union-attr]
+            loader.exec_module(module)  # type: ignore[union-attr]
+            self._executed(name)
+
+        loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
+
+    def _executed(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            self._then()
+
+
+def start(on_failure: Callable[[Exception], None], then: Callable[[], None] | None = None) -> None:
+    """Install the engine once torch is there: now, or when the program imports it.
+
+    Args:
+        on_failure: gets the exception when torchcrew cannot be imported or installed; stock's engine stays.
+        then: called after the engine has been installed.
+    """
+
+    def install() -> None:
+        try:
+            from torchcrew.data import install
+
+            install()
+        except Exception as error:
+            on_failure(error)
+        else:
+            if then is not None:
+                then()
+
+    if sys.modules.keys() >= _WATCHED:
+        install()
+    elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTorch(install))

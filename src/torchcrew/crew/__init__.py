@@ -1,0 +1,9 @@
+"""Supervised groups of worker processes: how they start, are watched, and end.
+
+guardian.py, guardian_main.py   kills the workers when the user's process dies
+zygote.py, zygote_main.py       starts workers in milliseconds, with torch already imported
+board.py                        flags and counters of a crew in one shared page
+cpus.py                         how many cores this process may use
+"""
+
+__all__: tuple[str, ...] = ()

@@ -1,0 +1,236 @@
+"""The guardian: when the user's process dies, by any signal, its workers and what they started die with it.
+
+    user's process                                  guardian (exec'd, own session, ~8 MB)
+    ┌──────────────────┐  "watch pid" + pidfd       ┌──────────────────────────────────┐
+    │ watch / forget   │ ─────────────────────────► │ pidfd of the user's process      │
+    └──────┬───────────┘  SEQPACKET, never answered │ pidfds of the workers            │
+           │ starts                                 └───────┬──────────────────────────┘
+    worker, leader of its own process group  ◄──────────────┘ user dead → SIGKILL to the group
+           └─ its subprocesses, in the same group             user stopped → SIGSTOP, goes on → SIGCONT
+
+Owner      the first `watch` of a process starts its guardian, without waiting for it: messages and pidfds wait in the
+           socket, where they outlive the user's process. A forked child has none until it starts a worker itself.
+Closing    nobody asks it to end: it ends when the user's process does, within milliseconds.
+Death      user dies: see above; the pidfd is the only sign that counts. An end of file would be hidden by any stray
+           fork that inherited the other end, and a thread in the worker by native code that holds the GIL.
+           guardian dies: the next `watch` starts another and tells it of every living worker.
+           worker dies: nothing, until `forget`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from torchcrew.crew.guardian_main import IGNORED, MESSAGE, is_dead
+
+__all__ = ("forget", "pid", "watch")
+
+#: How long one message may wait for room, in seconds. A guardian takes milliseconds to start and never blocks, so one
+#: that takes no message for so long was stopped by somebody, and is replaced.
+SEND_TIMEOUT = 2.0
+
+
+@dataclass
+class _Link:
+    """One running guardian as its user sees it: raw descriptors, which say nothing at interpreter exit."""
+
+    pid: int
+    pidfd: int
+    control: int
+
+    def is_alive(self) -> bool:
+        return not is_dead(self.pidfd)
+
+    def send(self, kind: bytes, worker: int, pidfd: int | None = None) -> None:
+        """Send one message.
+
+        Raises:
+            OSError: the guardian is gone, or took nothing for `SEND_TIMEOUT`.
+        """
+        deadline = time.monotonic() + SEND_TIMEOUT
+        ancillary = [] if pidfd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))]
+        # Not socket.send_fds, which drops the flags given to it.
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=self.control)
+        try:
+            while True:
+                try:
+                    control.sendmsg([MESSAGE.pack(kind, worker)], ancillary, flags)
+                    return
+                except OSError as error:
+                    # No room for the message, or (ETOOMANYREFS) for one more descriptor in flight; both pass as
+                    # soon as the guardian reads.
+                    if isinstance(error, ConnectionError) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.002)
+        finally:
+            control.detach()
+
+    def retire(self) -> None:
+        """Make sure that this guardian is gone, and reaped."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # somebody's waitpid(-1) was faster
+            os.waitpid(self.pid, 0)
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.control)
+        os.close(self.pidfd)
+
+
+@dataclass
+class _State:
+    """What one process knows of its guardian and its workers."""
+
+    owner: int
+    link: _Link | None
+    watched: dict[int, int]  # pid -> pidfd
+
+    def register(self, worker: int) -> None:
+        """Tell the guardian of a worker; a fresh one is told of all that live."""
+        link = self.link
+        if link is not None and link.is_alive():
+            try:
+                link.send(b"W", worker, self.watched[worker])
+                return
+            except OSError:
+                pass
+        if link is not None:
+            self.link = None
+            link.retire()
+        self.link = link = _start()
+        for pid, pidfd in self.watched.items():
+            if not is_dead(pidfd):
+                link.send(b"W", pid, pidfd)
+
+    def drop(self, worker: int) -> bool:
+        pidfd = self.watched.pop(worker, None)
+        if pidfd is not None:
+            os.close(pidfd)
+        return pidfd is not None
+
+    def abandon(self) -> None:
+        """Close what a forked child inherited; the guardian is its parent's."""
+        for worker in list(self.watched):
+            self.drop(worker)
+        if self.link is not None:
+            self.link.close()
+
+
+# Reentrant: a signal handler may start a worker, or fork, while its thread is in here.
+_lock = threading.RLock()
+_state: _State | None = None
+
+
+def watch(pid: int) -> None:
+    """Have the process ``pid`` and its process group killed when this process ends, however it ends.
+
+    The worker shall be the leader of its own process group. It calls `os.setpgid(0, 0)` first of all, and this does the
+    same from outside, so that whoever is faster does it. A worker that is already gone is not watched.
+
+    Args:
+        pid: a process that this process has not reaped yet, or whose parent (the zygote) has not.
+
+    Raises:
+        OSError: no guardian could be started (no memory, no processes left); the worker is not watched then.
+    """
+    with contextlib.suppress(OSError):  # not our child, has called exec, or is gone
+        os.setpgid(pid, pid)
+    with _lock:
+        state = _own_state()
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        state.drop(pid)
+        state.watched[pid] = pidfd
+        try:
+            state.register(pid)
+        except BaseException:
+            state.drop(pid)
+            raise
+
+
+def forget(pid: int) -> None:
+    """Watch ``pid`` no longer: it ended and was reaped, or shall live on. An unknown one is ignored."""
+    with _lock:
+        state = _own_state()
+        if state.drop(pid) and state.link is not None:
+            with contextlib.suppress(OSError):  # a dead one has forgotten everything
+                state.link.send(b"F", pid)
+
+
+def pid() -> int | None:
+    """Pid of this process's guardian, or None while there is none."""
+    with _lock:
+        link = _own_state().link
+        return link.pid if link is not None and link.is_alive() else None
+
+
+def _own_state() -> _State:
+    """Return this process's state; what a fork inherited is given up (C code can fork without Python's hooks)."""
+    global _state
+    if _state is not None and _state.owner != os.getpid():
+        _after_fork_in_child()
+    if _state is None:
+        _register_fork_hooks()
+        _state = _State(os.getpid(), None, {})
+    return _state
+
+
+_hooks_registered = False
+
+
+def _register_fork_hooks() -> None:
+    global _hooks_registered
+    if not _hooks_registered:
+        _hooks_registered = True
+        os.register_at_fork(
+            before=lambda: _lock.acquire(),
+            after_in_parent=lambda: _lock.release(),
+            after_in_child=_after_fork_in_child,
+        )
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _state
+    _lock = threading.RLock()
+    state, _state = _state, None
+    if state is not None:
+        state.abandon()
+
+
+def _start() -> _Link:
+    """Start a guardian of this process; it need not be up when this returns."""
+    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    user = os.pidfd_open(os.getpid())
+    # Blocked signals stay blocked over exec: there is no moment in which a Ctrl-C could end the new process.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        process = subprocess.Popen(
+            [os.path.abspath(sys.executable), "-I", "-S", program, str(theirs.fileno()), str(user)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",  # keeps no directory of the user's busy
+            pass_fds=(theirs.fileno(), user),
+            start_new_session=True,  # done before Popen returns: a signal to our process group does not reach it
+        )
+        process.returncode = 0  # we reap it; without this its finalizer complains that it still runs
+        return _Link(process.pid, os.pidfd_open(process.pid), ours.detach())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(user)
+        ours.close()
+        theirs.close()

@@ -1,0 +1,115 @@
+"""What loaders did: batches, bytes, who waited for whom. Read by reports; costs the training loop two clock readings."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torchcrew.crew.board import Board
+
+__all__ = ("LoaderRecord", "LoaderStats", "loader_stats", "record_of")
+
+#: Loaders remembered after they are gone: a program that makes one per epoch must not grow for ever.
+_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """One loader, over all its epochs so far; times in seconds."""
+
+    name: str
+    workers: int
+    epochs: int
+    batches: int
+    bytes: int  # in shared memory; small batches travel inline and count as 0
+    wait_s: float  # the training loop waited for a batch
+    first_batch_s: float  # of that, for the first batch of the first epoch, start of the workers included
+    busy_s: float  # the workers fetched and collated, summed over workers
+    idle_s: float  # the workers had nothing to do
+    blocked_s: float  # the workers waited for memory
+    started_at: float  # `time.time()`
+    ended_at: float
+
+
+class LoaderRecord:
+    """Adds up one loader's numbers; read with `stats`."""
+
+    def __init__(self, name: str, workers: int) -> None:
+        self._name = name
+        self._workers = workers
+        self._epochs = 0
+        self._wait_ns = 0
+        self._first_ns: int | None = None
+        self._begun_ns = time.perf_counter_ns()
+        self._started_at = self._ended_at = time.time()
+        self._boards: list[Board] = []
+        self._past = [0, 0, 0, 0, 0]  # items, bytes, busy, idle, blocked of crews that have ended
+
+    def begin_epoch(self, board: Board) -> None:
+        """An epoch begins, with a crew that is new or was kept."""
+        self._epochs += 1
+        if not any(board is known for known in self._boards):
+            self._boards.append(board)
+
+    def waited(self, begin_ns: int, end_ns: int) -> None:
+        """The training loop waited from ``begin_ns`` to ``end_ns`` of `time.perf_counter_ns`."""
+        if self._first_ns is None:
+            self._first_ns = end_ns - self._begun_ns
+        self._wait_ns += end_ns - begin_ns
+        self._ended_at = time.time()
+
+    def end(self, board: Board) -> None:
+        """A crew has ended: keep its sums."""
+        if any(board is known for known in self._boards):
+            self._boards = [known for known in self._boards if known is not board]
+            self._past = [a + b for a, b in zip(self._past, _sums(board), strict=True)]
+
+    def stats(self) -> LoaderStats:
+        """The numbers so far."""
+        sums = self._past
+        for board in list(self._boards):
+            sums = [a + b for a, b in zip(sums, _sums(board), strict=True)]
+        items, nbytes, busy, idle, blocked = sums
+        return LoaderStats(
+            name=self._name,
+            workers=self._workers,
+            epochs=self._epochs,
+            batches=items,
+            bytes=nbytes,
+            wait_s=self._wait_ns / 1e9,
+            first_batch_s=(self._first_ns or 0) / 1e9,
+            busy_s=busy / 1e9,
+            idle_s=idle / 1e9,
+            blocked_s=blocked / 1e9,
+            started_at=self._started_at,
+            ended_at=self._ended_at,
+        )
+
+
+def _sums(board: Board) -> list[int]:
+    workers = [board.read(number) for number in range(board.workers)]
+    return [
+        sum(column) for column in zip(*((w.items, w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers))
+    ]
+
+
+_records: list[LoaderRecord] = []
+_by_loader: weakref.WeakKeyDictionary[Any, LoaderRecord] = weakref.WeakKeyDictionary()
+
+
+def record_of(loader: Any) -> LoaderRecord:
+    """The record of a loader; made when its first iterator is."""
+    record = _by_loader.get(loader)
+    if record is None:
+        dataset = getattr(loader.dataset, "_datapipe", loader.dataset)
+        record = _by_loader[loader] = LoaderRecord(type(dataset).__name__, loader.num_workers)
+        _records.append(record)
+        del _records[:-_REMEMBERED]
+    return record
+
+
+def loader_stats() -> list[LoaderStats]:
+    """The numbers of this process's loaders with workers, oldest first."""
+    return [record.stats() for record in _records]

@@ -1,0 +1,179 @@
+"""The multiprocessing context that torch's iterator is given: its queues are our channels.
+
+torch's iterator asks its context for one result queue, one event, and per worker an index queue and a process. It never
+looks inside them. So order, prefetching, shutdown and errors stay torch's code, of whatever release is installed.
+
+Owner      `Transport` owns, in the user's process: the receiving end of the result socket, the sending ends of the
+           index sockets, an epoll, a pidfd and an arena per worker, the board.
+Closing    `close`, after the workers have ended: sockets and descriptors go, arenas return to the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import Any
+
+from torchcrew.channel.packets import IndexSender, Receiver, seqpacket_pair
+from torchcrew.crew import guardian
+from torchcrew.crew.board import NOTHING, Board
+from torchcrew.data.worker import End, WorkerEnds, main
+from torchcrew.memory import pool
+from torchcrew.memory.arena import Arena, Loan
+from torchcrew.memory.lease import open_leases
+
+__all__ = ("Transport",)
+
+
+class _Results:
+    """The result queue, as torch's iterator sees it."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self.get = receiver.get
+
+    def put(self, item: Any) -> None:
+        """torch puts something only to wake its pinning thread at the end."""
+        self._receiver.hang_up()
+
+    def cancel_join_thread(self) -> None:
+        """There is no thread."""
+
+    def close(self) -> None:
+        """`Transport.close` does it."""
+
+
+class _Indices(IndexSender):
+    """An index queue, as torch's iterator sees it."""
+
+    def cancel_join_thread(self) -> None:
+        """There is no thread."""
+
+
+class _Done:
+    """The event that ends the workers, as torch's iterator sees it."""
+
+    def __init__(self, board: Board) -> None:
+        self.set = board.set_done
+        self._board = board
+
+    def is_set(self) -> bool:
+        return self._board.done
+
+
+class Transport:
+    """What one iterator and its workers share.
+
+    Args:
+        context: the multiprocessing context (or module) that makes the processes.
+        workers: how many.
+        budget: bytes of shared memory for all of them.
+    """
+
+    def __init__(self, context: Any, workers: int, budget: int) -> None:
+        self._context = context
+        self._budget = budget
+        self.pid = os.getpid()
+        self.board = Board.create(workers)
+        received, self._sent = seqpacket_pair()
+        self.receiver = Receiver(received, self._lease, self._died)
+        self._results: _Results | None = None
+        self._arenas: list[Arena] = []
+        self._processes: list[Any] = []
+        self._worker_ends: list[WorkerEnds] = []
+        self._watched = 0
+        self._closed = False
+
+    # What torch's iterator calls ------------------------------------------------------------------------------------
+
+    def Queue(self) -> Any:
+        """The result queue first, then one index queue per worker."""
+        if self._results is None:
+            self._results = _Results(self.receiver)
+            return self._results
+        self.watch_started()
+        theirs, ours = seqpacket_pair()
+        self.receiver.index_senders.append(_Indices(ours))
+        self._worker_ends.append(self._ends(len(self._worker_ends), theirs))
+        return self.receiver.index_senders[-1]
+
+    def Event(self) -> Any:
+        """The event that ends the workers."""
+        return _Done(self.board)
+
+    def Process(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """A process of the user's context that runs ``target`` over our channels."""
+        ends = {_Results: End.RESULTS, _Indices: End.INDICES, _Done: End.DONE}
+        theirs = tuple(ends.get(type(arg), arg) for arg in args)
+        process = self._context.Process(target=main, args=(self._worker_ends[-1], target, theirs))
+        self._processes.append(process)
+        return process
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _ends(self, number: int, indices: Any) -> WorkerEnds:
+        arena = pool.take()
+        inherited = [self.receiver, *self.receiver.index_senders, *self._arenas]
+        self._arenas.append(arena)
+        return WorkerEnds(
+            number=number,
+            indices=indices,
+            results=self._sent,
+            arena=arena,
+            taken=open_leases(arena),
+            board=self.board,
+            budget=self._budget,
+            # The kernel sends the death signal when the *thread* that forked ends: only the main thread lives as long
+            # as the process. Everywhere else the guardian is alone responsible.
+            die_with_thread=threading.current_thread() is threading.main_thread(),
+            inherited=inherited,
+        )
+
+    def watch_started(self) -> None:
+        """Guard and watch the workers that have started since; close our copies of their ends."""
+        for number in range(self._watched, len(self._processes)):
+            process = self._processes[number]
+            if process.pid is None:
+                break
+            self._watched += 1
+            guardian.watch(process.pid)
+            self.receiver.watch(number, process.pid)
+            self._worker_ends[number].indices.close()
+
+    def _lease(self, number: int, loan: Loan) -> Any:
+        return self._arenas[number].lease(loan)
+
+    def _died(self, number: int) -> bool:
+        # Not every start method has the exit status ready the moment the process is gone.
+        self._processes[number].join(1.0)
+        return not self.receiver.index_senders[number].ended
+
+    def hang_up(self) -> None:
+        """Before the workers are asked to end: wake those that wait for us."""
+        self.board.want(NOTHING)
+        self.receiver.hang_up()
+        for process in self._processes[: self._watched]:
+            # A stopped worker cannot do what it is asked; continuing one that runs is harmless.
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT) if process.is_alive() else None
+
+    def close(self) -> None:
+        """After the workers were asked to end: kill what did not, give everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for process in self._processes[: self._watched]:
+            if process.is_alive():
+                process.kill()
+                process.join(1.0)  # a process that the kernel cannot end is not waited for
+            guardian.forget(process.pid)
+        self.receiver.close()
+        self._sent.close()
+        for sender in self.receiver.index_senders:
+            sender.close()
+        for ends in self._worker_ends:
+            ends.indices.close()
+        self.board.close_descriptor()
+        pool.put_back(self._arenas)

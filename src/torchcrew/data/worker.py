@@ -1,0 +1,219 @@
+"""What a loader's worker does around torch's own worker loop.
+
+    main(ends, target, args)      target is torch's `_worker_loop`, unchanged
+      own process group, death signal
+      arena owner, block writer; `_new_shared` allocates in the block
+      target(..., IndexEnd, ResultEnd, DoneEnd, ...)   the queues and the event that torch asked for
+
+Owner      of the arena: this process, as long as it lives. Of the sockets' ends given to it: this process.
+Death      of the user's process: EOF or a broken pipe here, the guardian's SIGKILL where native code blocks.
+Waiting    for indices (idle), for room in memory (blocked: bounded by `_STARVED`, or until the user hangs up), for the
+           result socket (blocked: until the user reads, hangs up or dies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchcrew import torch_private
+from torchcrew.channel.packets import IndexReceiver, Sender
+from torchcrew.channel.writer import BlockWriter
+from torchcrew.crew.board import ANYTHING, Board, State
+from torchcrew.errors import ArenaFull
+from torchcrew.memory import libc
+from torchcrew.memory.arena import Arena, ArenaOwner, Loan
+from torchcrew.memory.limits import BUDGET_VARIABLE
+
+__all__ = ("End", "WorkerEnds", "main")
+
+#: Seconds the user must have waited for this very worker before it reports that memory is full: other threads of the
+#: user may still drop batches.
+_STARVED = 1.0
+#: Seconds between two looks at the lease table while there is no room.
+_LOOK = 0.005
+
+
+class End(enum.Enum):
+    """Stands in the arguments of torch's worker loop for what only the worker can make."""
+
+    INDICES = "index queue"
+    RESULTS = "result queue"
+    DONE = "done event"
+
+
+@dataclass
+class WorkerEnds:
+    """All that a worker is given; pickles while a process starts (descriptors travel with it)."""
+
+    number: int
+    indices: socket.socket
+    results: socket.socket
+    arena: Arena
+    taken: list[Loan]
+    board: Board
+    budget: int
+    die_with_thread: bool
+    #: The user's ends of everything, which a forked worker inherits and must close.
+    inherited: list[Any] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "inherited": []}
+
+
+class _Worker:
+    """This worker's resources, and its counters on the board."""
+
+    def __init__(self, ends: WorkerEnds) -> None:
+        self.ends = ends
+        self.owner = ArenaOwner(ends.arena, ends.taken, self._may_take)
+        self.writer = BlockWriter(self.owner, self._make_room)
+        self.sender = Sender(ends.results, ends.number, self.writer)
+        self.receiver = IndexReceiver(ends.indices)
+        self.current = -1
+        self.items = 0
+        self.nanoseconds = [0, 0, 0]  # by State
+        self._since = time.perf_counter_ns()
+        self._state = State.BUSY
+
+    def enter(self, state: State) -> None:
+        """Count the time of the state that ends, and publish."""
+        now = time.perf_counter_ns()
+        self.nanoseconds[self._state] += now - self._since
+        self._since, self._state = now, state
+        idle, busy, blocked = self.nanoseconds
+        owner = self.owner
+        self.ends.board.write(
+            self.ends.number,
+            (state, owner.used + owner.warm, self.items, self.writer.bytes_sent, busy, idle, blocked, self.current),
+        )
+
+    def _may_take(self, nbytes: int) -> bool:
+        board = self.ends.board
+        others = board.committed() - board.read(self.ends.number).committed
+        return others + nbytes <= self.ends.budget
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until a batch comes back, as long as that can happen."""
+        if nbytes > self.ends.budget:
+            raise ArenaFull(self._full(nbytes, "This batch alone is larger than that."))
+        before = self.owner.used
+        state = self._state
+        self.enter(State.BLOCKED)
+        starved_since: float | None = None
+        try:
+            while not self.sender.hung_up(_LOOK):
+                self.owner.recycle()
+                if self.owner.used < before or self._may_take(self.owner.committed + nbytes):
+                    return
+                if not self._starving():
+                    starved_since = None
+                elif starved_since is None:
+                    starved_since = time.monotonic()
+                elif time.monotonic() - starved_since > _STARVED:
+                    raise ArenaFull(self._full(nbytes, "The batches that you still hold take the rest."))
+            raise ArenaFull("the loader is closing")
+        finally:
+            self.enter(state)
+
+    def _starving(self) -> bool:
+        """Whether the user waits for something that cannot come before somebody gives memory back."""
+        board = self.ends.board
+        wanted = board.wanted
+        if wanted == ANYTHING:
+            return all(board.read(k).state is not State.BUSY for k in range(board.workers))
+        return wanted == self.current
+
+    def _full(self, nbytes: int, why: str) -> str:
+        return (
+            f"a batch needs {nbytes / 1e6:.1f} MB of shared memory, and the memory budget of this DataLoader is "
+            f"{self.ends.budget / 1e6:.1f} MB for all {self.ends.board.workers} workers. {why} Hold fewer batches, or "
+            f"raise the budget with DataLoader(memory_budget=...) or the environment variable {BUDGET_VARIABLE}."
+        )
+
+
+class _IndexEnd:
+    """The index queue, as torch's worker loop sees it."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+
+    def get(self, timeout: float) -> Any:
+        self._worker.enter(State.IDLE)
+        try:
+            item = self._worker.receiver.get(timeout)
+        except EOFError:
+            # The user's process is gone. Leave quietly: there is nobody to tell.
+            raise SystemExit(1) from None
+        if type(item) is tuple:
+            self._worker.current = item[0]
+        self._worker.enter(State.BUSY)
+        return item
+
+
+class _ResultEnd:
+    """The result queue, as torch's worker loop sees it."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+
+    def put(self, item: Any) -> None:
+        worker = self._worker
+        worker.items += 1
+        try:
+            try:
+                worker.sender.send(item)
+            except OSError:
+                raise
+            except Exception:
+                worker.sender.send((item[0], self._failure(item[1])))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the user hung up; the end, or its own death, is on its way
+
+    def _failure(self, data: Any) -> Any:
+        """What to send instead of something that cannot be pickled."""
+        wrapper = torch_private.ExceptionWrapper
+        if not isinstance(data, wrapper):
+            return wrapper(where=f"in DataLoader worker process {self._worker.ends.number}")
+        # An exception whose class the user's process cannot import: its nearest base that it can.
+        data.exc_type = next(kind for kind in data.exc_type.__mro__ if kind.__module__ == "builtins")
+        return data
+
+    def cancel_join_thread(self) -> None:
+        """There is no thread."""
+
+    def close(self) -> None:
+        self._worker.ends.results.close()
+
+
+class _DoneEnd:
+    """The done event, as torch's worker loop sees it."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def is_set(self) -> bool:
+        return self._board.done
+
+
+def main(ends: WorkerEnds, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Run torch's worker loop over our ends of the channels."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    if ends.die_with_thread:
+        libc.set_death_signal(signal.SIGKILL)
+    for resource in ends.inherited:
+        resource.close()
+    worker = _Worker(ends)
+    torch_private.replace_new_shared(worker.writer.new_shared)
+    made = {End.INDICES: _IndexEnd(worker), End.RESULTS: _ResultEnd(worker), End.DONE: _DoneEnd(ends.board)}
+    target(*(made[arg] if isinstance(arg, End) else arg for arg in args))
+
+

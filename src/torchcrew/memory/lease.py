@@ -1,0 +1,149 @@
+"""A consumer's hold on a block: from the moment it is received until the last view of it is gone.
+
+    block ◄── view (ctypes array) ◄── storages, tensors, arrays, memoryviews, autograd's saved tensors
+                 ▲
+                 └─ weak ── Lease ── when the view dies: table[slot] = FREE
+
+Returning a block is one store. It happens in garbage collection, in any thread, anywhere: no lock, no system call, no
+exception. After a fork, parent and child see the same memory, so a block that was on lease at the fork is handed back
+only when the parent's views are gone *and* the child is: the child holds the write end of a pipe (a `_Witness`) which
+the kernel closes for it, and for its own children, however they end. The child's own copies of the leases do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from typing import Any
+
+__all__ = ("FREE", "ON_LOAN", "UNUSED", "Lease", "open_leases", "sweep")
+
+#: States of a slot. The consumer writes FREE only, the owner everything else.
+FREE, ON_LOAN, UNUSED = 0, 1, 2
+
+
+class _Witness:
+    """Tells whether a forked child, or any child of it, is still there."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        try:
+            self.read_end, self.write_end = os.pipe()
+        except OSError:  # no descriptor left: then the child counts as there for ever, which only costs memory
+            self.read_end = self.write_end = -1
+
+    def check(self) -> bool:
+        """Whether every process that inherited the write end is gone."""
+        if not self.ended and self.read_end >= 0:
+            poll = select.poll()
+            poll.register(self.read_end, 0)  # hang-up is always reported
+            if poll.poll(0):
+                self.ended = True
+                self.read_end = _close(self.read_end)
+        return self.ended
+
+
+def _close(fd: int) -> int:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+    return -1
+
+
+class Lease(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a view; its death returns the block.
+
+    Args:
+        view: the object whose life is the lease.
+        arena: the arena the block lies in (any object; `open_leases` selects by it).
+        slot, offset, nbytes: the block, as its owner named it.
+    """
+
+    __slots__ = ("arena", "nbytes", "offset", "slot", "table", "witnesses")
+
+    def __new__(cls, view: Any, *_: Any) -> Lease:
+        return super().__new__(cls, view, _returned)
+
+    def __init__(self, view: Any, arena: Any, table: Any, slot: int, offset: int, nbytes: int) -> None:
+        super().__init__(view, _returned)
+        self.arena = arena
+        self.table = table
+        self.slot = slot
+        self.offset = offset
+        self.nbytes = nbytes
+        self.witnesses: tuple[_Witness, ...] = ()
+        _open[id(self)] = self
+        if _witnesses:
+            sweep()
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+_open: dict[int, Lease] = {}
+_deferred: list[Lease] = []
+_witnesses: list[_Witness] = []
+_forking = threading.local()
+
+
+def _returned(lease: Lease) -> None:
+    if _open.pop(id(lease), None) is None:
+        return
+    if lease.witnesses:
+        _deferred.append(lease)
+    else:
+        lease.table[lease.slot] = FREE
+
+
+def open_leases(arena: Any) -> list[tuple[int, int, int]]:
+    """``(slot, offset, nbytes)`` of every block of ``arena`` that this process or a forked child of it still sees."""
+    sweep()
+    leases = [*list(_open.values()), *list(_deferred)]
+    return [(lease.slot, lease.offset, lease.nbytes) for lease in leases if lease.arena is arena]
+
+
+def sweep() -> None:
+    """Return blocks that only waited for a forked child to end."""
+    for witness in list(_witnesses):
+        if witness.check():
+            with contextlib.suppress(ValueError):  # another thread was here first
+                _witnesses.remove(witness)
+    for lease in list(_deferred):
+        if all(witness.ended for witness in lease.witnesses):
+            with contextlib.suppress(ValueError):
+                _deferred.remove(lease)
+                lease.table[lease.slot] = FREE
+
+
+def _before_fork() -> None:
+    _forking.witness = None
+    if _open:
+        # Attached before the fork: a view that another thread drops in between is in the child, too.
+        witness = _forking.witness = _Witness()
+        _witnesses.append(witness)
+        for lease in list(_open.values()):
+            lease.witnesses = (*(w for w in lease.witnesses if not w.ended), witness)
+
+
+def _after_fork_in_parent() -> None:
+    witness = _forking.witness
+    if witness is not None:
+        witness.write_end = _close(witness.write_end)
+
+
+def _after_fork_in_child() -> None:
+    # The write end stays open until this process, and every child it forks, is gone.
+    for witness in _witnesses:
+        witness.read_end = _close(witness.read_end)
+    _witnesses.clear()
+    _deferred.clear()
+    _open.clear()  # a weak reference that is gone calls nobody
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

@@ -1,0 +1,65 @@
+"""System calls that Python's standard library lacks or does in a way we cannot use.
+
+`mmap.mmap` duplicates the descriptor for every mapping; an arena has many extents and may use one descriptor only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+__all__ = ("PAGE", "copy", "map_shared", "punch", "set_death_signal", "unmap")
+
+PAGE = mmap.PAGESIZE
+_MADV_DONTDUMP = 16
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_PR_SET_PDEATHSIG = 1
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+copy = ctypes.memmove
+
+
+def _check(failed: bool, what: str) -> None:
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def map_shared(fd: int, offset: int, nbytes: int) -> int:
+    """Map ``nbytes`` of ``fd`` readable, writable and shared, kept out of core dumps; returns the address.
+
+    Raises:
+        OSError: the kernel refuses (ENOMEM: address space, as under ``ulimit -v``).
+    """
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    _check(address == _MAP_FAILED, f"mapping {nbytes} bytes of shared memory")
+    # Without this a process that aborts writes the whole sparse mapping into its core: gigabytes and seconds.
+    _libc.madvise(address, nbytes, _MADV_DONTDUMP)
+    return int(address)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Unmap what `map_shared` mapped."""
+    _libc.munmap(address, nbytes)
+
+
+def set_death_signal(signum: int) -> None:
+    """Have the kernel send ``signum`` to this process when the *thread* that forked it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Give whole pages of a memfd back to the system; they read as zeros afterwards (what MADV_REMOVE does).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _check(_libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0, "fallocate")

@@ -1,0 +1,71 @@
+"""A pytest plugin: a test that leaves something behind fails, and the report says what.
+
+Load it with ``-p torchcrew.testing.plugin``. Every test is compared with its own beginning, so a leak fails the test
+that made it and no later one; what fixtures of a wider scope set up before the test is not the test's. A test that
+failed anyway gets the leaks as a section of its report: its traceback keeps its variables alive, so they may be none.
+
+    @pytest.mark.leaks_allowed(reason="starts a server for the whole session")
+
+The ini option ``leaks_deadline`` (seconds, default 2) says how long things may take to vanish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from torchcrew.testing import leaks
+
+__all__ = ("pytest_addoption", "pytest_configure", "pytest_runtest_makereport")
+
+_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the ini option."""
+    parser.addini("leaks_deadline", "seconds that things may take to vanish after a test", default=str(leaks.DEADLINE))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker, and refuse a deadline that is no number before any test runs."""
+    config.addinivalue_line("markers", "leaks_allowed(reason): do not check what this test leaves behind")
+    _deadline(config)
+
+
+def _deadline(config: pytest.Config) -> float:
+    value = config.getini("leaks_deadline")
+    try:
+        return float(value)
+    except ValueError:
+        raise pytest.UsageError(f"leaks_deadline should be a number of seconds, but got {value!r}") from None
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    """Remember whether the test failed by itself."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed and call.when != "teardown":
+        item.stash[_FAILED] = True
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """Compare what is there after the test with what was there before it."""
+    node: pytest.Item = request.node
+    marker = node.get_closest_marker("leaks_allowed")
+    if marker is not None:
+        if not marker.kwargs.get("reason"):
+            pytest.fail("the marker leaks_allowed needs a reason: leaks_allowed(reason=...)", pytrace=False)
+        yield
+        return
+    before = leaks.snapshot()
+    yield
+    failed = node.stash.get(_FAILED, False)
+    found = leaks.settle(before, 0.0 if failed else _deadline(node.config))
+    if found and failed:
+        node.add_report_section("teardown", "leaks", leaks.describe(found))
+    elif found:
+        pytest.fail(f"{node.nodeid} left something behind, {leaks.describe(found)}", pytrace=False)
