@@ -9,17 +9,23 @@ from __future__ import annotations
 import torch
 from torch._utils import ExceptionWrapper  # carries a worker's exception: type and text; `reraise()` is stock's text
 from torch.utils.data import dataloader as dataloader_module  # the module whose global `install()` rebinds
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL  # seconds stock waits for a worker that should end
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as StockIterator
 
 __all__ = (
-    "MP_STATUS_CHECK_INTERVAL",
+    "ITERABLE",
     "ExceptionWrapper",
     "StockIterator",
     "dataloader_module",
+    "profiler_enabled",
     "python_is_exiting",
     "replace_new_shared",
 )
+
+
+#: `_dataset_kind` of a loader over an `IterableDataset`.
+ITERABLE = dataloader_module._DatasetKind.Iterable
+#: Whether a profiler records in this thread.
+profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 def python_is_exiting() -> bool:

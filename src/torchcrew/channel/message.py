@@ -1,6 +1,6 @@
 """One object, one message: a pickle without its data, and the data side by side in one block.
 
-    encode(obj, writer)                                      decode(header, body, lease)
+    Encoder(writer).encode(obj)                              decode(header, body, lease)
       pickle 5, tensors and buffers out of band                leases the blocks
       merge what overlaps, copy what is not in the block       one view, one storage per tensor
       header = pickle(payload, records, loans)                 unpickles with the tensors as "buffers"
@@ -32,7 +32,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from torchcrew.channel.writer import ALIGNMENT, BlockWriter
 from torchcrew.memory.arena import Loan
 
-__all__ = ("INLINE_MAX", "PACKET_MAX", "Encoded", "decode", "encode")
+__all__ = ("INLINE_MAX", "PACKET_MAX", "Encoded", "Encoder", "decode")
 
 #: Data of at most this many bytes travels in the packet itself: a block costs more than two small copies.
 INLINE_MAX = 16 << 10
@@ -51,10 +51,15 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 # Writable, or pickle would ask the decoder for a read-only view of the tensor.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
+_STAND_IN_ARGS = (_STAND_IN,)
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Encoded(NamedTuple):
-    """A message ready to be sent: ``header`` is a pickle, ``body`` its inline data."""
+    """A message ready to be sent: ``header`` is a pickle, ``body`` its inline data.
+
+    Without tensors and buffers there is no header, and ``body`` is the pickle of the object itself.
+    """
 
     header: bytes
     body: bytes | bytearray
@@ -77,19 +82,19 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
         return found or copyreg.dispatch_table[kind]
 
 
-class _Walk:
-    """One pass of the pickler over an object: the payload, and the tensors and buffers found, in order."""
+class Encoder:
+    """Turns objects into messages; keeps its pickler, whose creation would cost more than a small message. One thread.
 
-    def __init__(self, obj: Any) -> None:
-        self.found: list[torch.Tensor | pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        pickler = pickle.Pickler(file, 5, buffer_callback=self._buffer)
-        pickler.dispatch_table = self._reducers()  # type: ignore[assignment]
-        pickler.dump(obj)
-        self.payload = file.getvalue()
+    Args:
+        writer: the blocks of the messages. None: everything travels inline, whatever its size.
+    """
 
-    def _reducers(self) -> _Reducers:
-        return _Reducers(
+    def __init__(self, writer: BlockWriter | None = None) -> None:
+        self._writer = writer
+        self._found: list[torch.Tensor | pickle.PickleBuffer] = []
+        self._file = io.BytesIO()
+        self._pickler = pickle.Pickler(self._file, 5, buffer_callback=self._buffer)
+        self._pickler.dispatch_table = _Reducers(  # type: ignore[assignment]
             {
                 torch.Tensor: self._tensor,
                 torch.nn.Parameter: self._tensor,
@@ -97,9 +102,46 @@ class _Walk:
             }
         )
 
+    def encode(self, obj: Any) -> Encoded:
+        """Turn ``obj`` into a message; tensors that the writer already holds are not copied, all others once.
+
+        Raises:
+            Exception: whatever pickling raises; nothing is on loan then.
+            ArenaFull: the writer found no room.
+        """
+        try:
+            payload, found = self._walk(obj)
+            if not found and (self._writer is None or len(payload) <= PACKET_MAX):
+                if self._writer is not None:
+                    self._writer.lend(_NOTHING)
+                return Encoded(b"", payload)
+            spans = [_Span(item) for item in found]
+            groups = _overlapping(spans)
+            body: bytes | bytearray = b""
+            if self._writer is None or sum(end - start for start, end, _ in groups) <= INLINE_MAX:
+                body, starts = _copy_inline(groups)
+            else:
+                starts = _copy_to_blocks(groups, self._writer)
+            return _seal(payload, _records(spans, groups, starts), body, self._writer)
+        except BaseException:
+            if self._writer is not None:
+                self._writer.lend(_NOTHING)
+            raise
+
+    def _walk(self, obj: Any) -> tuple[bytes, list[Any]]:
+        """One pass of the pickler: the payload, and the tensors and buffers found, in order."""
+        try:
+            self._pickler.dump(obj)
+            return self._file.getvalue(), self._found
+        finally:
+            self._found = []
+            self._pickler.clear_memo()
+            self._file.seek(0)
+            self._file.truncate()
+
     def _buffer(self, buffer: pickle.PickleBuffer) -> None:
         if buffer is not _STAND_IN:
-            self.found.append(buffer)
+            self._found.append(buffer)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.requires_grad:
@@ -113,8 +155,8 @@ class _Walk:
             return reductions.reduce_tensor(tensor)
         if not tensor.is_cpu or tensor.untyped_storage().is_shared():
             return reductions.reduce_tensor(tensor)
-        self.found.append(tensor)
-        return _itself, (_STAND_IN,)
+        self._found.append(tensor)
+        return _itself, _STAND_IN_ARGS
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.is_shared():
@@ -179,38 +221,10 @@ class _Span:
 _Group = tuple[int, int, list[int]]
 
 
-def encode(obj: Any, writer: BlockWriter | None = None) -> Encoded:
-    """Turn ``obj`` into a message; tensors that ``writer`` already holds are not copied, all others once.
-
-    Args:
-        obj: any picklable graph of objects.
-        writer: the blocks of this message. None: everything travels inline, whatever its size.
-
-    Raises:
-        Exception: whatever pickling raises; nothing is on loan then.
-        ArenaFull: the writer found no room.
-    """
-    try:
-        walk = _Walk(obj)
-        records: list[_Record] = []
-        body: bytes | bytearray = b""
-        if walk.found:
-            spans = [_Span(item) for item in walk.found]
-            groups = _overlapping(spans)
-            if writer is None or sum(end - start for start, end, _ in groups) <= INLINE_MAX:
-                body, starts = _copy_inline(groups)
-            else:
-                starts = _copy_to_blocks(groups, writer)
-            records = _records(spans, groups, starts)
-        return _seal(walk.payload, records, body, writer)
-    except BaseException:
-        if writer is not None:
-            writer.lend(set())
-        raise
-
-
 def _overlapping(spans: list[_Span]) -> list[_Group]:
     """Group spans whose ranges overlap; a view with gaps that overlaps nothing is compacted."""
+    if len(spans) == 1 and spans[0].stride is None:
+        return [(spans[0].start, spans[0].end, [0])] if spans[0].count else []
     groups: list[_Group] = []
     for start, end, i in sorted((span.start, span.end, i) for i, span in enumerate(spans) if span.count):
         if groups and start < groups[-1][1]:
@@ -244,9 +258,7 @@ def _copy_to_blocks(groups: list[_Group], writer: BlockWriter) -> list[tuple[int
     missing = [end - start for (start, end, _), found in zip(groups, starts, strict=True) if found is None]
     if missing:
         writer.expect(sum(missing) + ALIGNMENT * len(missing))
-    return [
-        found or writer.fill(start, end - start) for (start, end, _), found in zip(groups, starts, strict=True)
-    ]
+    return [found or writer.fill(start, end - start) for (start, end, _), found in zip(groups, starts, strict=True)]
 
 
 def _records(spans: list[_Span], groups: list[_Group], starts: list[tuple[int, int]]) -> list[_Record]:
@@ -274,10 +286,12 @@ def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None) -
     """Rebuild the object: its tensors and arrays are writable views of the block (or of ``body``).
 
     Args:
-        header: `Encoded.header`.
+        header: `Encoded.header` (a buffer).
         body: `Encoded.body` in a writable buffer that nobody else uses.
         lease: opens a loan: returns the view whose life is the lease.
     """
+    if not header:
+        return pickle.loads(body)
     payload, records, loans = pickle.loads(header)
     views = [None if loan is None else lease(loan) for loan in loans] if lease is not None else []
     if payload is None:

@@ -8,7 +8,7 @@ that was too small; what is left over at the end is free again, and untouched pa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -103,8 +103,10 @@ class BlockWriter:
         view = self._open[index].block.view
         return torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
-    def lend(self, used: set[int]) -> list[Loan | None]:
+    def lend(self, used: Collection[int]) -> list[Loan | None]:
         """End the message: its blocks go on loan, those that are not in ``used`` (None in the result) are dropped."""
+        if not self._open:
+            return []
         with self._lock:
             loans: list[Loan | None] = []
             for index, part in enumerate(self._open):

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-import torchcrew
+from torchcrew import __version__
 
 __all__ = ("COMMANDS", "app", "main")
 
@@ -35,7 +35,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(torchcrew.__version__)
+        typer.echo(__version__)
         raise typer.Exit()
 
 

@@ -1,6 +1,7 @@
 """`torchcrew demo`: the same training twice, on stock's DataLoader and on ours, and what differed.
 
 Runs alternate (stock, ours, stock, ours), each in a fresh process (`demo_rounds`); the table shows medians.
+Memory comes from one shorter run of each engine at the end, because sampling it slows a run down.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +29,10 @@ from torchcrew.cli.report import format_bytes, format_seconds
 __all__ = ("demo_command",)
 
 SEED = 2024
+MEMORY_EPOCHS = 3
+"""Epochs of the runs for memory, which is level from the second epoch on."""
+NOTE_WIDTH = 28
+"""Characters, so that the clock beside the notes stands still."""
 NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 
@@ -48,19 +55,27 @@ def demo_command(
         if not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"the folder of {str(path)!r} does not exist")
     try:
-        runs = _run_all(console, epochs, workers, rounds)
+        runs, memory_runs = _run_all(console, epochs, workers, rounds)
     except RunFailed as error:
         console.print(Text.assemble(("The demo stopped: ", "bold red"), str(error)))
         raise typer.Exit(1) from None
-    summaries = {engine: summarise(runs[engine]) for engine in ENGINES}
+    summaries = {engine: summarise(runs[engine], memory_runs[engine]) for engine in ENGINES}
     same = same_results([run for of_engine in runs.values() for run in of_engine])
+    for name, is_same in same_results(list(memory_runs.values())).items():
+        same[name] = same[name] and is_same
     console.print(Group(_table(summaries, same), *_conclusion(summaries, same, len(runs["stock"][0].result["losses"]))))
     title = f"Digits CNN, {epochs} epochs, {workers} workers: {_ratio(summaries):.2f}x the images per second"
-    draw(summaries, runs, title, output)
+    draw(summaries, runs, memory_runs, title, output)
     console.print(f"  plot: {output}")
     if json_file is not None:
         options = {"epochs": epochs, "workers": workers, "rounds": rounds, "seed": SEED}
-        json_file.write_text(json.dumps(_document(options, summaries, runs, same), indent=1) + "\n")
+        json_file.write_text(
+            json.dumps(
+                _document(options, summaries, [*chain.from_iterable(runs.values()), *memory_runs.values()], same),
+                indent=1,
+            )
+            + "\n"
+        )
         console.print(f"  figures: {json_file}")
     if not all(same.values()):
         raise typer.Exit(1)
@@ -74,32 +89,40 @@ def _check_requirements(console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _run_all(console: Console, epochs: int, workers: int, rounds: int) -> dict[str, list[Run]]:
+def _run_all(console: Console, epochs: int, workers: int, rounds: int) -> tuple[dict[str, list[Run]], dict[str, Run]]:
+    """The runs for time and the runs for memory, of each engine."""
     console.print("[bold]torchcrew demo[/]: a small CNN learns scikit-learn's 1,797 handwritten digits")
     with console.status("reading the digits"):
         from torchcrew.cli.demo_digits import load_digit_arrays
 
         digits = load_digit_arrays().to_bytes()
-    runs: dict[str, list[Run]] = {engine: [] for engine in ENGINES}
-    progress = Progress(
+    columns = (
         TextColumn("  {task.description}"),
-        BarColumn(bar_width=28, complete_style="cyan", finished_style="green"),
+        BarColumn(bar_width=24, complete_style="cyan", finished_style="green"),
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
-        console=console,
     )
-    with progress:
+    runs: dict[str, list[Run]] = {engine: [] for engine in ENGINES}
+    memory_runs: dict[str, Run] = {}
+    with Progress(*columns, console=console) as progress:
+
+        def run(engine: str, what: str, epochs: int, sample_memory: bool) -> Run:
+            task = progress.add_task(f"{engine:<9} {what:<6}", total=None, note="starting")
+            spec = {"engine": engine, "epochs": epochs, "workers": workers, "seed": SEED}
+            done = run_once(spec, digits, _follow(progress, task), sample_memory=sample_memory)
+            note = f"{done.images_per_s:,.0f} images/s, waited {done.wait_share:.0%}"
+            if sample_memory:
+                note = f"peak {format_bytes(done.peak_bytes)}"
+            progress.update(task, note=f"{note:<{NOTE_WIDTH}}")
+            progress.stop_task(task)
+            return done
+
         for number in range(1, rounds + 1):
             for engine in ENGINES:
-                name = f"{engine:<9}" + (f" {number}/{rounds}" if rounds > 1 else "")
-                task = progress.add_task(name, total=None, note="starting")
-                spec = {"engine": engine, "epochs": epochs, "workers": workers, "seed": SEED}
-                run = run_once(spec, digits, _follow(progress, task))
-                note = f"{run.images_per_s:,.0f} images/s, waited {run.wait_share:.0%}"
-                progress.update(task, note=f"{note:<34}")
-                progress.stop_task(task)
-                runs[engine].append(run)
-    return runs
+                runs[engine].append(run(engine, f"{number}/{rounds}", epochs, sample_memory=False))
+        for engine in ENGINES:
+            memory_runs[engine] = run(engine, "memory", min(epochs, MEMORY_EPOCHS), sample_memory=True)
+    return runs, memory_runs
 
 
 def _follow(progress: Progress, task: TaskID) -> Callable[[dict[str, Any]], None]:
@@ -110,7 +133,7 @@ def _follow(progress: Progress, task: TaskID) -> Callable[[dict[str, Any]], None
             progress.update(task, total=event["steps"], note="training")
         else:
             note = f"loss {event['loss']:.3f}, waited {format_seconds(event['waited'])}"
-            progress.update(task, completed=event["done"], note=f"{note:<34}")
+            progress.update(task, completed=event["done"], note=f"{note:<{NOTE_WIDTH}}")
 
     return show
 
@@ -157,10 +180,9 @@ def _ratio(summaries: dict[str, EngineSummary]) -> float:
 
 
 def _document(
-    options: dict[str, int], summaries: dict[str, EngineSummary], runs: dict[str, list[Run]], same: dict[str, bool]
+    options: dict[str, int], summaries: dict[str, EngineSummary], runs: list[Run], same: dict[str, bool]
 ) -> dict[str, Any]:
     """What ``--json`` writes."""
-    from dataclasses import asdict
     from importlib.metadata import version
 
     machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": version("torch")}
@@ -169,5 +191,5 @@ def _document(
         "machine": machine,
         "equal": same,
         "medians": {engine: asdict(summary) for engine, summary in summaries.items()},
-        "runs": [as_json(run) for of_engine in runs.values() for run in of_engine],
+        "runs": [as_json(run) for run in runs],
     }

@@ -13,8 +13,8 @@ from pathlib import Path
 __all__ = ("PssSampler", "process_tree", "tree_pss")
 
 INTERVAL_S = 0.05
-MAX_LOAD = 0.05
-"""Share of one core that sampling may take: a kernel that walks big address spaces slowly is asked less often."""
+MAX_LOAD = 0.5
+"""Share of one core that sampling may take: the kernel walks all page tables of a process, about 10 ms with torch."""
 
 
 class PssSampler:
@@ -40,7 +40,8 @@ class PssSampler:
             pss = tree_pss(self._pid)
             if pss:
                 self._samples.append((started, pss))
-            pause = max(INTERVAL_S, (time.monotonic() - started) / MAX_LOAD)
+            spent = time.monotonic() - started
+            pause = max(INTERVAL_S - spent, spent / MAX_LOAD - spent)
 
 
 def tree_pss(pid: int) -> int:

@@ -29,7 +29,13 @@ SMOOTHING = 9
 """Batches in the running mean of the loss curves."""
 
 
-def draw(summaries: dict[str, EngineSummary], runs: dict[str, list[Run]], title: str, path: Path) -> None:
+def draw(
+    summaries: dict[str, EngineSummary],
+    runs: dict[str, list[Run]],
+    memory_runs: dict[str, Run],
+    title: str,
+    path: Path,
+) -> None:
     """Write the PNG.
 
     Raises:
@@ -47,7 +53,7 @@ def draw(summaries: dict[str, EngineSummary], runs: dict[str, list[Run]], title:
         _bars(axes[0], "Images per second", {name: s.images_per_s for name, s in summaries.items()}, "{:,.0f}")
         _bars(axes[1], "Waiting for data", {name: 100 * s.wait_share for name, s in summaries.items()}, "{:.0f} %")
         _losses(axes[2], runs)
-        _memory(axes[3], runs)
+        _memory(axes[3], memory_runs)
         handles = [Patch(color=COLOURS[name]) for name in summaries]
         figure.legend(handles, [LABELS[name] for name in summaries], loc="outside lower center", ncols=2, frameon=False)
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
@@ -76,11 +82,10 @@ def _losses(axes: Any, runs: dict[str, list[Run]]) -> None:
     _frame(axes, "seconds")
 
 
-def _memory(axes: Any, runs: dict[str, list[Run]]) -> None:
-    for name, of_engine in runs.items():
-        for run in of_engine:
-            times, sizes = zip(*run.memory, strict=True) if run.memory else ((), ())
-            axes.plot(times, [size / 1e6 for size in sizes], color=COLOURS[name], linewidth=1.4, alpha=0.85)
+def _memory(axes: Any, runs: dict[str, Run]) -> None:
+    for name, run in runs.items():
+        times, sizes = zip(*run.memory, strict=True) if run.memory else ((), ())
+        axes.plot(times, [size / 1e6 for size in sizes], color=COLOURS[name], linewidth=1.6)
     axes.set_title("Memory of all processes (PSS), MB")
     _frame(axes, "seconds")
 

@@ -2,7 +2,9 @@
 
     this process                                child: python -m torchcrew.cli.demo_train
       reads events (deadline between two) ◄──── stdout
-      samples memory (thread)             ────► /proc of the child and its workers
+      samples memory (thread), if asked   ────► /proc of the child and its workers
+
+Sampling PSS every 50 ms takes a good part of a core: memory has short runs of its own, the clocks run without it.
 
 Death      child dies: EOF, and `RunFailed` with the end of its stderr. This process dies: the child's next event meets
            a closed pipe and ends it, and its loaders end their workers.
@@ -44,7 +46,7 @@ class Run:
     engine: str
     result: dict[str, Any]
     memory: list[tuple[float, int]]
-    """(seconds since training began, bytes of all processes) while it trained."""
+    """(seconds since training began, bytes of all processes) while it trained; empty in the runs for time."""
 
     @property
     def images_per_s(self) -> float:
@@ -61,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class EngineSummary:
-    """Medians over the rounds of one engine."""
+    """Medians over the rounds of one engine; the peak of its run for memory."""
 
     engine: str
     first_batch_s: float
@@ -73,13 +75,16 @@ class EngineSummary:
     accuracy: float
 
 
-def run_once(spec: dict[str, Any], digits: bytes, on_event: Callable[[dict[str, Any]], None]) -> Run:
+def run_once(
+    spec: dict[str, Any], digits: bytes, on_event: Callable[[dict[str, Any]], None], *, sample_memory: bool
+) -> Run:
     """Train once in a child process.
 
     Args:
         spec: the fields of `demo_train.RunSpec`.
         digits: `DigitArrays.to_bytes()`.
         on_event: called with the ``start`` and ``batch`` events as they come.
+        sample_memory: whether to sample PSS while it runs, which slows it down.
 
     Raises:
         RunFailed: the child died, raised, or said nothing for `SILENCE_S`.
@@ -92,11 +97,11 @@ def run_once(spec: dict[str, Any], digits: bytes, on_event: Callable[[dict[str, 
             stderr=errors,
             env={**os.environ, "PYTHONPATH": _import_path()},
         )
-        sampler = PssSampler(child.pid)
+        sampler = PssSampler(child.pid) if sample_memory else None
         try:
             result = _converse(child, spec, digits, on_event)
         finally:
-            memory = sampler.stop()
+            memory = sampler.stop() if sampler is not None else []
             _end(child)
         if result is None:
             raise RunFailed(f"the {spec['engine']} run ended with status {child.returncode}:\n{_tail(errors)}")
@@ -105,8 +110,8 @@ def run_once(spec: dict[str, Any], digits: bytes, on_event: Callable[[dict[str, 
     return Run(spec["engine"], result, during)
 
 
-def summarise(runs: list[Run]) -> EngineSummary:
-    """The medians of runs of one engine."""
+def summarise(runs: list[Run], memory_run: Run) -> EngineSummary:
+    """The medians of runs of one engine, and the peak of its run for memory."""
 
     def median(values: Iterator[float]) -> float:
         return float(statistics.median(values))
@@ -117,7 +122,7 @@ def summarise(runs: list[Run]) -> EngineSummary:
         images_per_s=median(run.images_per_s for run in runs),
         wait_s=median(run.result["wait_s"] for run in runs),
         wait_share=median(run.wait_share for run in runs),
-        peak_bytes=median(run.peak_bytes for run in runs),
+        peak_bytes=memory_run.peak_bytes,
         accuracy=median(run.result["accuracy"] for run in runs),
     )
 

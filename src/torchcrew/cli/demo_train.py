@@ -61,6 +61,8 @@ class RunResult:
     accuracy: float
     weights: str
     """SHA-256 of the trained weights."""
+    iterator: str
+    """The class that delivered the batches: which engine really ran."""
 
 
 Tell = Callable[..., None]
@@ -72,10 +74,12 @@ class _Waiting:
     def __init__(self) -> None:
         self.total_s = 0.0
         self.first_batch_s: list[float] = []
+        self.iterator = ""
 
     def batches(self, loader: Any) -> Iterator[Any]:
         started = time.perf_counter()
         iterator = iter(loader)
+        self.iterator = f"{type(iterator).__module__}.{type(iterator).__qualname__}"
         first = True
         while True:
             batch = next(iterator, None)
@@ -155,6 +159,7 @@ def train(spec: RunSpec, arrays: DigitArrays, tell: Tell) -> RunResult:
         loss_at=loss_at,
         accuracy=_accuracy(model, test),
         weights=_hash(model),
+        iterator=waiting.iterator,
     )
 
 

@@ -60,7 +60,8 @@ def verdict(loader: LoaderStats) -> str:
     waited = f"the trainer waited {share:.0%} of the time for data".replace("%", " %")
     busy, _, blocked = _worker_shares(loader)
     if loader.epochs > 1 and loader.first_batch_s * loader.epochs > loader.wait_s / 2:
-        return f"{waited}, mostly for the first batch of each epoch: persistent_workers=True would help"
+        first = format_seconds(loader.first_batch_s)
+        return f"{waited}, probably at each epoch's start (first batch: {first}): persistent_workers=True would help"
     if blocked > WORKERS_ARE_BLOCKED:
         return f"{waited}, the workers for memory: a larger TORCHCREW_BUDGET or smaller batches would help"
     if busy > WORKERS_ARE_BUSY:

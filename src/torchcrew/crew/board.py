@@ -47,8 +47,8 @@ class WorkerCounters:
     committed: int  # bytes of shared memory its arena takes
     items: int  # messages sent
     bytes: int  # in blocks
-    busy_ns: int
     idle_ns: int
+    busy_ns: int
     blocked_ns: int
     current: int  # number of the message it works on
 
@@ -98,10 +98,6 @@ class Board:
     def write(self, worker: int, counters: tuple[int, int, int, int, int, int, int, int]) -> None:
         """Publish a worker's fields, in the order of `WorkerCounters`. Only that worker calls it."""
         _COUNTERS.pack_into(self._bytes, _LINE * (1 + worker), *counters)
-
-    def set_state(self, worker: int, state: State) -> None:
-        """Publish a worker's state. Only that worker calls it."""
-        _NUMBER.pack_into(self._bytes, _LINE * (1 + worker), state)
 
     def read(self, worker: int) -> WorkerCounters:
         """A worker's fields."""

@@ -90,9 +90,7 @@ class LoaderRecord:
 
 def _sums(board: Board) -> list[int]:
     workers = [board.read(number) for number in range(board.workers)]
-    return [
-        sum(column) for column in zip(*((w.items, w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers))
-    ]
+    return [sum(column) for column in zip(*((w.items, w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers))]
 
 
 _records: list[LoaderRecord] = []

@@ -16,9 +16,10 @@ import signal
 import threading
 from typing import Any
 
-from torchcrew.channel.packets import IndexSender, Receiver, seqpacket_pair
+from torchcrew.channel.packets import SPIN, IndexSender, Receiver, seqpacket_pair
 from torchcrew.crew import guardian
 from torchcrew.crew.board import NOTHING, Board
+from torchcrew.crew.cpus import usable_cores
 from torchcrew.data.worker import End, WorkerEnds, main
 from torchcrew.memory import pool
 from torchcrew.memory.arena import Arena, Loan
@@ -78,7 +79,9 @@ class Transport:
         self.pid = os.getpid()
         self.board = Board.create(workers)
         received, self._sent = seqpacket_pair()
-        self.receiver = Receiver(received, self._lease, self._died)
+        # Looking before sleeping pays where the trainer and every worker have a core of their own.
+        self._spin = SPIN if usable_cores() > workers else 0
+        self.receiver = Receiver(received, self._lease, self._died, self._spin)
         self._results: _Results | None = None
         self._arenas: list[Arena] = []
         self._processes: list[Any] = []
@@ -128,6 +131,7 @@ class Transport:
             # The kernel sends the death signal when the *thread* that forked ends: only the main thread lives as long
             # as the process. Everywhere else the guardian is alone responsible.
             die_with_thread=threading.current_thread() is threading.main_thread(),
+            spin=self._spin,
             inherited=inherited,
         )
 

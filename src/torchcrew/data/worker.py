@@ -61,6 +61,7 @@ class WorkerEnds:
     board: Board
     budget: int
     die_with_thread: bool
+    spin: int
     #: The user's ends of everything, which a forked worker inherits and must close.
     inherited: list[Any] = field(default_factory=list)
 
@@ -76,10 +77,10 @@ class _Worker:
         self.owner = ArenaOwner(ends.arena, ends.taken, self._may_take)
         self.writer = BlockWriter(self.owner, self._make_room)
         self.sender = Sender(ends.results, ends.number, self.writer)
-        self.receiver = IndexReceiver(ends.indices)
+        self.receiver = IndexReceiver(ends.indices, ends.spin)
         self.current = -1
         self.items = 0
-        self.nanoseconds = [0, 0, 0]  # by State
+        self.nanoseconds = [0] * len(State)
         self._since = time.perf_counter_ns()
         self._state = State.BUSY
 
@@ -88,11 +89,9 @@ class _Worker:
         now = time.perf_counter_ns()
         self.nanoseconds[self._state] += now - self._since
         self._since, self._state = now, state
-        idle, busy, blocked = self.nanoseconds
-        owner = self.owner
         self.ends.board.write(
             self.ends.number,
-            (state, owner.used + owner.warm, self.items, self.writer.bytes_sent, busy, idle, blocked, self.current),
+            (state, self.owner.committed, self.items, self.writer.bytes_sent, *self.nanoseconds, self.current),
         )
 
     def _may_take(self, nbytes: int) -> bool:
@@ -215,5 +214,3 @@ def main(ends: WorkerEnds, target: Callable[..., None], args: tuple[Any, ...]) -
     torch_private.replace_new_shared(worker.writer.new_shared)
     made = {End.INDICES: _IndexEnd(worker), End.RESULTS: _ResultEnd(worker), End.DONE: _DoneEnd(ends.board)}
     target(*(made[arg] if isinstance(arg, End) else arg for arg in args))
-
-

@@ -267,4 +267,3 @@ class ArenaOwner:
             self._hot.reserve(end - part, part)
             self._cold.give(end - part, part)
             self.warm -= part
-

@@ -144,6 +144,4 @@ def _after_fork_in_child() -> None:
     _open.clear()  # a weak reference that is gone calls nobody
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -112,10 +112,9 @@ def die(how: str | CrashCase, *, seconds: float = 60.0, core: bool = False) -> N
     elif how == "exception":
         raise RuntimeError(CRASH_TEXT)
     elif how == "gil":
-        # PyDLL keeps the GIL during the call. libc's `sleep` takes whole seconds and signals cut it short.
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            ctypes.PyDLL(None).usleep(int(min(left, 0.9) * 1e6)) if left < 1 else ctypes.PyDLL(None).sleep(int(left))
+        while (left := end - time.monotonic()) > 0:  # a signal cuts the call short
+            ctypes.PyDLL(None).poll(None, 0, int(left * 1000) + 1)  # unlike CDLL, PyDLL keeps the GIL
     elif how == "sigstop":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:

@@ -273,7 +273,7 @@ def _held_by_others(name: str, ours: Collection[int]) -> bool:
     for pid in procfs.pids():
         with contextlib.suppress(OSError):
             held = needle.encode() in Path(f"/proc/{pid}/maps").read_bytes()
-            held = held or needle in (os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd"))
+            held = held or any(os.readlink(f"/proc/{pid}/fd/{fd}") == needle for fd in os.listdir(f"/proc/{pid}/fd"))
             if held and pid in ours:
                 return False
             others |= held
@@ -289,7 +289,9 @@ def _compare_settings(before: Snapshot, after: Snapshot, allow: Collection[str])
         if old != new and name not in IGNORED_VARIABLES and not permanent:
             found.append(f"environment: {name} was {'set' if old is None else 'removed' if new is None else 'changed'}")
     for number, handler in after.signals.items():
-        if handler != before.signals.get(number) and not (number == signal.SIGCHLD and "sigchld" in allow):
+        # pytest-timeout takes its alarm back as soon as a test has failed.
+        own = (number == signal.SIGCHLD and "sigchld" in allow) or (number, handler) == (signal.SIGALRM, signal.SIG_DFL)
+        if handler != before.signals.get(number) and not own:
             found.append(f"signal handler: {signal.Signals(number).name} is now {handler!r}")
     return found
 
