@@ -6,8 +6,13 @@ its name and not somewhere in a training run.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._utils import ExceptionWrapper  # carries a worker's exception: type and text; `reraise()` is stock's text
+from torch.utils.data import _utils
 from torch.utils.data import dataloader as dataloader_module  # the module whose global `install()` rebinds
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as StockIterator
 
@@ -15,10 +20,10 @@ __all__ = (
     "ITERABLE",
     "ExceptionWrapper",
     "StockIterator",
+    "allocate_batches_with",
     "dataloader_module",
     "profiler_enabled",
     "python_is_exiting",
-    "replace_new_shared",
 )
 
 
@@ -30,21 +35,36 @@ profiler_enabled = torch._C._autograd._profiler_enabled
 
 def python_is_exiting() -> bool:
     """Whether the interpreter is shutting down, in which case stock's shutdown of workers does nothing."""
-    utils = dataloader_module._utils
-    return utils is None or utils.python_exit_status is not False
+    return _utils is None or _utils.python_exit_status is not False
 
 
-def replace_new_shared(function: object) -> None:
-    """Make ``UntypedStorage._new_shared`` call ``function(nbytes)`` for CPU storages in this process.
+def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], small: int) -> None:
+    """Make this worker's collate functions put batches of ``small`` bytes and more where ``new_shared(nbytes)`` says.
 
-    ``_new_shared`` is what `default_collate` (and PyG's collater, and everybody who copied it) calls in a worker to get
-    memory that the trainer can see; in stock it is a file in /dev/shm.
+    ``UntypedStorage._new_shared`` is what `default_collate` (and PyG's collater, and everybody who copied it) calls in
+    a worker to get memory that the trainer can see; in stock it is a file in /dev/shm. For small batches the detour
+    costs more than the memory, so `default_collate` just stacks them. A child that the worker forks gets stock's back:
+    the memory has one owner.
     """
     stock = torch.UntypedStorage._new_shared
 
-    def _new_shared(cls: type, size: int, *, device: object = "cpu") -> torch.UntypedStorage:
-        if torch.device(device).type == "cpu":  # type: ignore[arg-type]
-            return function(size)  # type: ignore[operator,no-any-return]
-        return stock(size, device=device)  # type: ignore[arg-type]
+    def _new_shared(size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
+        if torch.device(device).type == "cpu":
+            return new_shared(size)
+        return stock(size, device=device)
 
-    torch.UntypedStorage._new_shared = classmethod(_new_shared)  # type: ignore[assignment,method-assign]
+    def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        first = batch[0]
+        if first.layout is torch.strided and not first.is_nested and first.nbytes * len(batch) < small:
+            return torch.stack(batch, 0)
+        return stock_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+
+    def restore() -> None:
+        del torch.UntypedStorage._new_shared  # the inherited one is stock's
+
+    torch.UntypedStorage._new_shared = staticmethod(_new_shared)  # type: ignore[assignment,method-assign]
+    os.register_at_fork(after_in_child=restore)
+    stock_collate_tensor_fn = _utils.collate.collate_tensor_fn
+    registered = _utils.collate.default_collate_fn_map
+    if registered.get(torch.Tensor) is stock_collate_tensor_fn:  # else the user has put something there
+        registered[torch.Tensor] = collate_tensor_fn

@@ -195,7 +195,6 @@ class Describer:
             told["parts"] = [self._tensor(part) for part in plain.unbind()]
         else:
             told["stride"] = plain.stride()
-            told["names"] = plain.names
             told["values"] = _content(_bytes(plain))
         return told
 
@@ -214,7 +213,7 @@ class Describer:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order, bit for bit."""
-    flat = tensor.rename(None).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
@@ -301,6 +300,11 @@ def steps(iterable: Iterable[Any], limit: int = 100, errors: int = 3, with_rng: 
         else:
             noted.append(("batch", describe(batch), state()))
             del batch
+    # An exception and the frames it passed hold each other, and with them the iterator; left to chance, it would be
+    # collected in the next forked worker.
+    del iterator, iterable
+    if any(note[0] == "raises" for note in noted):
+        gc.collect()
     return noted
 
 
@@ -394,6 +398,7 @@ def _as_fresh_process() -> None:
     for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    gc.freeze()  # what pytest made is no business of this process: collections here are many, and quick
     # OpenMP's pool does not survive a fork.
     torch.set_num_threads(1)
     torch.manual_seed(1234)

@@ -137,9 +137,6 @@ def quantized() -> list[Any]:
     return [torch.quantize_per_tensor(ramp(2, 3) + i, 0.5, 2, torch.qint8) for i in range(3)]
 
 
-def with_names() -> list[Any]:
-    return [ramp(2, 3).rename("H", "W") for _ in range(3)]
-
 
 def same_tensor_twice() -> list[Any]:
     return [(one := ramp(4) + i, one) for i in range(3)]

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from multiprocessing import shared_memory
 
 import pytest
@@ -242,6 +243,25 @@ def test_a_descriptor_that_only_garbage_holds_is_collected():
         gc.enable()
 
 
+def test_idle_arenas_are_closed_before_anything_is_called_a_leak(monkeypatch):
+    """Memory that is kept warm for the next loader is given up first, and only when something is left."""
+    trimmed = []
+
+    def trim():
+        trimmed.append(len(numbers))
+        while numbers:
+            os.close(numbers.pop())
+
+    monkeypatch.setitem(sys.modules, "torchcrew.memory", types.SimpleNamespace(trim=trim))
+    numbers = []
+    before = snapshot()
+    assert settle(before) == []
+    assert trimmed == []
+    numbers.append(os.memfd_create(NAME))
+    assert settle(before) == []
+    assert trimmed == [1]
+
+
 def test_settle_waits_for_what_is_ending():
     """A process that ends within the deadline is no leak, and waiting stops when it has."""
     before = snapshot()
@@ -299,7 +319,7 @@ def test_shared_memory_of_an_unrelated_program_is_not_ours():
         process.wait(5)
         after = snapshot()
         assert NAME in after.shared_files
-        assert not [leak for leak in compare(before, after) if leak.startswith("shared memory")]
+        assert not [leak for leak in compare(before, after) if NAME in leak]
     wait_until(lambda: not os.path.exists(f"/dev/shm/{NAME}"))
 
 
@@ -342,6 +362,34 @@ def test_permanent_services_are_allowed_by_asking_their_owner():
     assert found.count("process: ") == 3
     for mark in ("resource_tracker", "forkserver", "guardian_main", "(socket)", "(pidfd)", "pym-", "SIGCHLD", "KMP_"):
         assert mark in found
+
+
+ZYGOTE = """
+    from torchcrew.crew import zygote
+    from torchcrew.testing import leaks
+
+    def main():
+        before = leaks.snapshot()
+        process = zygote.get_context().Process(target=int)
+        process.start()
+        process.join(30)
+        process.close()
+        del process
+        assert leaks.settle(before) == []
+        everything = "".join(leaks.compare(before, leaks.snapshot(), allow=()))
+        assert zygote.pids() and all("pid %d " % pid in everything for pid in zygote.pids())
+        zygote.stop()
+        assert leaks.settle(before, allow=("guardian", "resource_tracker")) == []
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_zygote_is_kept_and_its_processes_are_not():
+    """It stays for the next start; once stopped, nothing of it is left."""
+    run_program(ZYGOTE, timeout=50).check()
 
 
 POOLS = """

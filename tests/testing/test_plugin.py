@@ -60,13 +60,18 @@ def test_a_failed_test_gets_its_leaks_as_a_section(run_tests):
     """Its traceback holds its variables, so they are told, not counted as a second error."""
     result = run_tests(
         """
+        import pytest
         def test_fails():
             file = open("/dev/null")
             assert file.closed
         def test_next(): pass
+        @pytest.mark.xfail
+        def test_is_expected_to_fail():
+            file = open("/dev/null")
+            assert file.closed
         """
     )
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=1, failed=1, xfailed=1)
     result.stdout.fnmatch_lines(["*leaks*", "1 leak:", "  descriptor: * (device) -> /dev/null"])
 
 

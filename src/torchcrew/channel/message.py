@@ -51,7 +51,6 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 # Writable, or pickle would ask the decoder for a read-only view of the tensor.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
-_STAND_IN_ARGS = (_STAND_IN,)
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -156,7 +155,8 @@ class Encoder:
         if not tensor.is_cpu or tensor.untyped_storage().is_shared():
             return reductions.reduce_tensor(tensor)
         self._found.append(tensor)
-        return _itself, _STAND_IN_ARGS
+        # A new tuple each time: the pickler remembers tuples, and would take the second tensor for the first.
+        return _itself, (_STAND_IN,)
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.is_shared():
@@ -306,7 +306,8 @@ def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None) -
 def _rebuild(views: Sequence[Any], record: _Record) -> Any:
     place, offset, count, code, flags, shape, stride = record
     if flags & _RAW:
-        return memoryview(views[place]).cast("B")[offset : offset + count] if count else bytearray()
+        # Through an array, which hides the view from the cyclic collector (see `memory.lease`).
+        return np.frombuffer(views[place], np.uint8, count, offset).data if count else bytearray()
     dtype = _DTYPES[code]
     if place == _EMPTY:
         assert shape is not None

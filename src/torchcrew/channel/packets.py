@@ -142,7 +142,7 @@ class Receiver:
             left = -1 if deadline is None else deadline - time.monotonic()
             if deadline is not None and left <= 0:
                 raise Empty
-            if not all([sender.flush() for sender in self.index_senders]):
+            if [sender for sender in self.index_senders if not sender.flush()]:
                 left = _RETRY if left < 0 else min(left, _RETRY)
             for fd, _ in sorted(self._epoll.poll(left), key=lambda event: event[0] in self._pidfds):
                 if fd not in self._pidfds:
@@ -170,15 +170,15 @@ class Receiver:
         self._sock.close()
 
 
-#: Looks before sleeping, where a core is left for the other side. Putting a process to sleep and waking it costs tens of
-#: microseconds; this many looks take about as long.
+#: Looks before sleeping, where a core is left for the other side. Putting a process to sleep and waking it costs tens
+#: of microseconds; this many looks take about as long.
 SPIN = 30
 #: Room in the receiver's buffer beyond a packet's limit, for the pickle of records and loans around it.
 INLINE_SLACK = 64 << 10
 
 
 class IndexSender:
-    """The user's end of a worker's index socket. `put` never waits: a worker that is blocked must not block its user."""
+    """The user's end of a worker's index socket. `put` never waits: a blocked worker must not block its user."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

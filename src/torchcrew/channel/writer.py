@@ -91,7 +91,7 @@ class BlockWriter:
         """Where in this message the bytes at ``address`` are, if they are in it."""
         for index, part in enumerate(self._open):
             offset = address - part.block.address
-            if 0 <= offset and offset + nbytes <= part.end:
+            if offset >= 0 and offset + nbytes <= part.end:
                 return index, offset
         return None
 

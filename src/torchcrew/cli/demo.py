@@ -69,13 +69,8 @@ def demo_command(
     console.print(f"  plot: {output}")
     if json_file is not None:
         options = {"epochs": epochs, "workers": workers, "rounds": rounds, "seed": SEED}
-        json_file.write_text(
-            json.dumps(
-                _document(options, summaries, [*chain.from_iterable(runs.values()), *memory_runs.values()], same),
-                indent=1,
-            )
-            + "\n"
-        )
+        all_runs = [*chain.from_iterable(runs.values()), *memory_runs.values()]
+        json_file.write_text(json.dumps(_document(options, summaries, all_runs, same), indent=1) + "\n")
         console.print(f"  figures: {json_file}")
     if not all(same.values()):
         raise typer.Exit(1)

@@ -140,7 +140,7 @@ def train(spec: RunSpec, arrays: DigitArrays, tell: Tell) -> RunResult:
         for images, labels in waiting.batches(loader):
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()
             losses.append(loss.item())

@@ -7,6 +7,7 @@ tried on facts that are made up.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
+
+from torchcrew.crew.cpus import usable_cores
 
 __all__ = ("Facts", "Finding", "diagnose", "doctor_command", "read_facts")
 
@@ -64,8 +67,8 @@ class Facts:
     kernel: str
     online_cores: int
     affinity_cores: int
-    usable_cores: int
-    """By affinity and cgroup quota."""
+    usable_cores: float
+    """By affinity and cgroup quota: 1.5 is possible."""
     physical_memory: int
     memory_limit: int
     shm_total: int | None
@@ -80,6 +83,8 @@ class Facts:
     start_methods: tuple[str, ...]
     """Python's, its default first."""
     torch: str | None
+    torch_error: str | None
+    """Why torch cannot be imported."""
     torch_cuda: str | None
     """The CUDA version torch was built with."""
     torch_threads: int | None
@@ -101,14 +106,14 @@ def read_facts(root: str | os.PathLike[str] = "/") -> Facts:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shm = base / "dev/shm"
     usage = shutil.disk_usage(shm) if shm.is_dir() else None
-    torch = _import_or_none("torch")
+    torch, torch_error = _import_torch()
     return Facts(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         kernel=platform.release(),
         online_cores=os.cpu_count() or 1,
         affinity_cores=affinity,
-        usable_cores=_usable_cores(affinity),
+        usable_cores=usable_cores(),
         physical_memory=physical,
         memory_limit=_memory_limit(physical),
         shm_total=None if usage is None else usage.total,
@@ -121,6 +126,7 @@ def read_facts(root: str | os.PathLike[str] = "/") -> Facts:
         core_pattern=_text(base / "proc/sys/kernel/core_pattern"),
         start_methods=tuple(multiprocessing.get_all_start_methods()),  # documented: the first is the default
         torch=None if torch is None else str(torch.__version__),
+        torch_error=torch_error,
         torch_cuda=None if torch is None else torch.version.cuda,
         torch_threads=None if torch is None else torch.get_num_threads(),
         cuda_devices=0 if torch is None else torch.cuda.device_count(),
@@ -135,21 +141,21 @@ def read_facts(root: str | os.PathLike[str] = "/") -> Facts:
     )
 
 
-def _import_or_none(name: str) -> Any:
+def _import_torch() -> tuple[Any, str | None]:
     try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-def _usable_cores(affinity: int) -> int:
-    cpus = _import_or_none("torchcrew.crew.cpus")
-    return affinity if cpus is None else int(cpus.usable_cores())
+        return import_module("torch"), None
+    except ModuleNotFoundError:
+        return None, "not installed"
+    except (ImportError, OSError, MemoryError) as error:  # a library is missing, or `ulimit -v` leaves no room for one
+        return None, f"cannot be imported: {error}"
 
 
 def _memory_limit(physical: int) -> int:
-    limits = _import_or_none("torchcrew.memory.limits")
-    return physical if limits is None else int(limits.memory_limit())
+    try:
+        from torchcrew.memory.limits import memory_limit  # its package needs torch
+    except (ImportError, OSError, MemoryError):
+        return physical
+    return memory_limit()
 
 
 def _limit(name: str, hard: bool = False) -> int | None:
@@ -194,11 +200,10 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def _python(facts: Facts) -> Finding:
+    value = f"{facts.python}, {facts.system}"
     if not facts.system.startswith("Linux"):
-        return Finding(
-            "python", f"{facts.python}, {facts.system}", "warn", "Only on Linux torchcrew has its own engine."
-        )
-    return Finding("python", f"{facts.python}, {facts.system}")
+        return Finding("python", value, "warn", "Only on Linux torchcrew has its own engine.")
+    return Finding("python", value)
 
 
 def _kernel(facts: Facts) -> Finding:
@@ -214,9 +219,7 @@ def _system_calls(facts: Facts) -> Finding:
     value = ", ".join(f"{name} {'works' if works else 'fails'}" for name, works in calls.items())
     if all(calls.values()):
         return Finding("system calls", value)
-    return Finding(
-        "system calls", value, "bad", "A seccomp profile refuses them: use a newer one (Docker 20.10 or later)."
-    )
+    return Finding("system calls", value, "bad", "A seccomp profile refuses them: use Docker 20.10 or later.")
 
 
 def _container_found(facts: Facts) -> Finding:
@@ -224,13 +227,11 @@ def _container_found(facts: Facts) -> Finding:
 
 
 def _cores(facts: Facts) -> Finding:
-    value = f"{facts.usable_cores} usable ({facts.affinity_cores} by affinity, {facts.online_cores} online)"
+    value = f"{facts.usable_cores:g} usable ({facts.affinity_cores} by affinity, {facts.online_cores} online)"
     if facts.usable_cores < 2:
-        return Finding(
-            "cores", value, "warn", "Workers and the trainer share one core: num_workers=1 hides waiting only."
-        )
+        return Finding("cores", value, "warn", "Workers and trainer share one core: use num_workers=1.")
     if facts.usable_cores < facts.online_cores:
-        return Finding("cores", value, "ok", f"Count on {facts.usable_cores}: os.cpu_count() is too high here.")
+        return Finding("cores", value, "ok", f"Count on {facts.usable_cores:g}: os.cpu_count() is too high here.")
     return Finding("cores", value)
 
 
@@ -248,15 +249,11 @@ def _shm(facts: Facts) -> Finding:
         return Finding("/dev/shm", "missing", "bad", "Python's locks and queues need it: mount a tmpfs there.")
     value = f"{_size(facts.shm_total)}, {_size(facts.shm_free)} free"
     if not facts.shm_writable:
-        return Finding(
-            "/dev/shm", f"{value}, not writable", "bad", "Python's locks and queues need it: chmod 1777 /dev/shm."
-        )
+        return Finding("/dev/shm", f"{value}, not writable", "bad", "Python's locks need it: chmod 1777 /dev/shm")
     if facts.shm_free < SMALL_SHM:
         raise_it = "docker run --shm-size=8g" if facts.container else "mount -o remount,size=8G /dev/shm"
-        return Finding(
-            *("/dev/shm", value, "warn"),
-            f"Stock's DataLoader fails when its batches fill it; torchcrew's does not use it. Else: {raise_it}",
-        )
+        advice = f"Stock's DataLoader fails when its batches fill it; torchcrew's does not use it. Else: {raise_it}"
+        return Finding("/dev/shm", value, "warn", advice)
     return Finding("/dev/shm", value)
 
 
@@ -267,10 +264,8 @@ def _descriptors(facts: Facts) -> Finding:
         return Finding("descriptors", value, "bad", f"ulimit -n {min(hard or FEW_DESCRIPTORS, FEW_DESCRIPTORS)}")
     if soft is not None and soft < FEW_DESCRIPTORS:
         cure = f"Else: ulimit -n {65536 if hard is None else min(hard, 65536)}" if hard is None or hard > soft else ""
-        return Finding(
-            *("descriptors", value, "warn"),
-            f"Stock needs one for each tensor that is held; torchcrew a few per worker. {cure}".strip(),
-        )
+        advice = f"Stock needs one for each tensor that is held; torchcrew a few per worker. {cure}".strip()
+        return Finding("descriptors", value, "warn", advice)
     return Finding("descriptors", value)
 
 
@@ -306,7 +301,10 @@ def _start_methods(facts: Facts) -> Finding:
 
 def _torch(facts: Facts) -> Finding:
     if facts.torch is None:
-        return Finding("torch", "not installed", "bad", "pip install torch (at least 2.6)")
+        cure = (
+            "Install torch 2.6 or later." if facts.address_space is None else "ulimit -v unlimited, or install torch."
+        )
+        return Finding("torch", facts.torch_error or "not installed", "bad", cure)
     match = re.match(r"(\d+)\.(\d+)", facts.torch)
     if match and (int(match[1]), int(match[2])) < (2, 6):
         return Finding("torch", facts.torch, "bad", "torchcrew needs torch 2.6 or later.")
@@ -316,9 +314,9 @@ def _torch(facts: Facts) -> Finding:
 def _threads(facts: Facts) -> Finding:
     if facts.torch_threads is None:
         return Finding("torch's threads", "unknown", "warn", "Install torch first.")
-    value = f"{facts.torch_threads} in an operator, {facts.usable_cores} usable cores"
-    if facts.torch_threads > facts.usable_cores:
-        cure = f"torch.set_num_threads({facts.usable_cores})"
+    value = f"{facts.torch_threads} in an operator, {facts.usable_cores:g} usable cores"
+    if facts.torch_threads > _whole(facts.usable_cores):
+        cure = f"torch.set_num_threads({_whole(facts.usable_cores)})"
         return Finding("torch's threads", value, "warn", f"They take turns and are slower for it: {cure}")
     return Finding("torch's threads", value)
 
@@ -330,14 +328,10 @@ def _omp(facts: Facts) -> Finding:
     number = int(value.partition(",")[0]) if re.fullmatch(r"\d+(,\d+)*", value) else None
     if number is None or number == 0:
         return Finding("OMP_NUM_THREADS", value, "warn", "It should be a positive number: unset it.")
-    if number > facts.usable_cores:
-        return Finding(
-            "OMP_NUM_THREADS", value, "warn", f"More than usable cores: set {facts.usable_cores} or unset it."
-        )
-    if number == 1 < facts.usable_cores:
-        return Finding(
-            "OMP_NUM_THREADS", value, "warn", "The trainer computes on one core: unset it (workers use one anyway)."
-        )
+    if number > _whole(facts.usable_cores):
+        return Finding("OMP_NUM_THREADS", value, "warn", f"Too many: set {_whole(facts.usable_cores)} or unset it.")
+    if number == 1 < _whole(facts.usable_cores):
+        return Finding("OMP_NUM_THREADS", value, "warn", "The trainer computes on one core: unset it.")
     return Finding("OMP_NUM_THREADS", value)
 
 
@@ -349,6 +343,11 @@ def _gpus(facts: Facts) -> Finding:
     if facts.gpus and facts.torch_cuda is not None and facts.cuda_devices == 0:
         return Finding("GPUs", value, "warn", "torch sees none: look at CUDA_VISIBLE_DEVICES and the driver's version.")
     return Finding("GPUs", value)
+
+
+def _whole(cores: float) -> int:
+    """How many threads that many cores can run at once."""
+    return max(1, math.ceil(cores))
 
 
 def _size(number: int) -> str:

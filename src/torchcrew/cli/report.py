@@ -57,7 +57,7 @@ def verdict(loader: LoaderStats) -> str:
         return "not one batch was delivered"
     if share < WAIT_IS_FINE:
         return "loading is not the bottleneck"
-    waited = f"the trainer waited {share:.0%} of the time for data".replace("%", " %")
+    waited = f"the trainer waited {_percent(share, 1)} of the time for data"
     busy, _, blocked = _worker_shares(loader)
     if loader.epochs > 1 and loader.first_batch_s * loader.epochs > loader.wait_s / 2:
         first = format_seconds(loader.first_batch_s)
@@ -102,28 +102,30 @@ def format_bytes(count: float) -> str:
 
 
 def _table(loaders: Sequence[LoaderStats]) -> Table:
-    table = Table(box=None, pad_edge=True, padding=(0, 1), header_style="dim")
-    table.add_column("loader", overflow="ellipsis", no_wrap=True, max_width=22)
-    for title in ("batches", "data", "waited", "", "1st batch", "workers", "busy", "idle", "blocked"):
+    table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
+    table.add_column("loader", overflow="ellipsis", no_wrap=True, max_width=16)
+    for title in ("", "batches", "data", "waited", "", "first", "busy", "idle", "blocked"):
         table.add_column(title, justify="right", no_wrap=True)
     for loader in loaders:
         table.add_row(
             loader.name,
+            f"×{loader.workers}",
             f"{loader.batches:,}",
             format_bytes(loader.bytes),
             format_seconds(loader.wait_s),
             _percent(loader.wait_s, _alive_s(loader)),
             format_seconds(loader.first_batch_s),
-            str(loader.workers),
-            *(f"{share:.0%}" for share in _worker_shares(loader)),
+            *(_percent(share, 1) for share in _worker_shares(loader)),
         )
     return table
 
 
-def _verdict_line(loader: LoaderStats, named: bool) -> Text:
+def _verdict_line(loader: LoaderStats, named: bool) -> RenderableType:
     sentence = verdict(loader)
     style = "green" if sentence == "loading is not the bottleneck" else "yellow"
-    return Text.assemble("  → ", f"{loader.name}: " if named else "", (sentence, style))
+    line = Table.grid(padding=(0, 1))  # two columns, so that a long sentence wraps beside the arrow
+    line.add_row("  →", Text.assemble(f"{loader.name}: " if named else "", (sentence, style)))
+    return line
 
 
 def _worker_shares(loader: LoaderStats) -> tuple[float, float, float]:

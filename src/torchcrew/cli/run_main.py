@@ -114,9 +114,11 @@ def execute(program: Program, arguments: list[str]) -> None:
 
 def without_our_frames(traceback: TracebackType | None, *files: str) -> TracebackType | None:
     """The part of a traceback that begins in the program: frames of ``files``, this one and importlib go."""
-    ours = {__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", *files}
-    ours.add(importlib.util.__file__)
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+    ours = {__file__, *files}
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if file not in ours and not file.startswith("<frozen importlib"):
+            break
         traceback = traceback.tb_next
     return traceback
 

@@ -11,12 +11,10 @@ moments. `done` ends the crew, `wanted` says what the user waits for, the worker
 
 from __future__ import annotations
 
-import os
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchcrew.memory.arena import make_memfd
 from torchcrew.memory.mapping import Mapping, round_block
@@ -39,8 +37,7 @@ class State(IntEnum):
     BLOCKED = 2  # waits for the user: no room in memory
 
 
-@dataclass(frozen=True)
-class WorkerCounters:
+class WorkerCounters(NamedTuple):
     """One worker's fields, at about one moment."""
 
     state: State
@@ -71,11 +68,9 @@ class Board:
     def __reduce__(self) -> Any:
         return _attach, (reduction.DupFd(self._mapping.fd), self.workers)
 
-    def close_descriptor(self) -> None:
-        """Nobody will be given this board any more; the memory stays readable and writable."""
-        fd, self._mapping.fd = self._mapping.fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def close(self) -> None:
+        """Nobody will be given this board any more; whoever has it can still read and write it. Idempotent."""
+        self._mapping.close()
 
     @property
     def done(self) -> bool:
@@ -95,8 +90,8 @@ class Board:
         """What the user waits for."""
         return int(_NUMBER.unpack_from(self._bytes, 8)[0])
 
-    def write(self, worker: int, counters: tuple[int, int, int, int, int, int, int, int]) -> None:
-        """Publish a worker's fields, in the order of `WorkerCounters`. Only that worker calls it."""
+    def write(self, worker: int, counters: WorkerCounters) -> None:
+        """Publish a worker's fields. Only that worker calls it."""
         _COUNTERS.pack_into(self._bytes, _LINE * (1 + worker), *counters)
 
     def read(self, worker: int) -> WorkerCounters:

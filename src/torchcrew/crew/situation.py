@@ -108,11 +108,16 @@ class ThreadPools:
             library.omp_set_num_threads(asked or library.omp_get_num_procs())
         torch = sys.modules.get("torch")
         if torch is not None:
-            # The first question makes torch ask OpenMP and MKL, for this thread; setting it holds for all threads.
-            torch.set_num_threads(torch.get_num_threads())
+            torch.get_num_threads()  # the first question makes torch ask OpenMP and MKL, for this thread
 
-    def apply_blas(self) -> None:
-        """Give OpenBLAS its threads, unless somebody did since it was loaded. Starts them, as loading it does."""
+    def apply(self) -> None:
+        """Give all threads of this process what this one was given or has set itself, and OpenBLAS its number.
+
+        Starts threads, so it is the last thing done, in the child itself.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(torch.get_num_threads())
         asked = _first_number("OPENBLAS_NUM_THREADS") or _first_number("OMP_NUM_THREADS")
         for get, put in self._blas:
             if get() == 1:

@@ -28,10 +28,12 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass, field
-from multiprocessing import context, process, resource_tracker, spawn, util
+from multiprocessing import context, process, resource_tracker, spawn
+from multiprocessing import util as _typed_util
 from typing import Any, NoReturn
 
 from torchcrew.crew.guardian_main import IGNORED, is_dead
@@ -47,6 +49,9 @@ EXIT_CODE = struct.Struct("<q")
 FDS_PER_PACKET = 250
 #: A stale file is looked for at most so often, in seconds: it costs a millisecond or two.
 STALE_CHECK_EVERY = 0.5
+
+util: Any = _typed_util  # its type hints leave out what `multiprocessing` itself uses of it
+_tracker: Any = resource_tracker._resource_tracker
 
 _PERSONAL = ("name", "authkey", "log_to_stderr", "log_level", "start_method")
 _inherited: list[int] = []
@@ -182,8 +187,8 @@ class Server:
                     retired = True
                     poller.unregister(self.control)
                     self.control.close()
-                elif (pidfd := self.answer(*message)) is not None:
-                    poller.register(pidfd, select.POLLIN)
+                elif (child := self.answer(*message)) is not None:
+                    poller.register(child, select.POLLIN)
         os._exit(0)
 
     def answer(self, kind: bytes, number: int, value: int, fds: list[int]) -> int | None:
@@ -258,8 +263,6 @@ class Server:
 
     def is_stale(self) -> bool:
         """Whether the file of a loaded module has changed."""
-        import time
-
         now = time.monotonic()
         if now - self.checked < STALE_CHECK_EVERY:
             return False
@@ -283,7 +286,7 @@ class Server:
         pidfd = os.pidfd_open(os.getpid())
         send(control, b"H", 0, os.getpid(), (pidfd,))
         os.close(pidfd)
-        resource_tracker._resource_tracker._fd = os.dup(tracker)
+        _tracker._fd = os.dup(tracker)
         with open(payload, "rb", closefd=False) as file:
             situation, preparation = pickle.load(file)
         output = os.memfd_create("output")
@@ -296,7 +299,12 @@ class Server:
             os._exit(0)
         os.close(output)
         _to_devnull(1, 2)
-        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # type: ignore[assignment]
+        if "OPENBLAS_NUM_THREADS" in os.environ:
+            os.putenv("OPENBLAS_NUM_THREADS", os.environ["OPENBLAS_NUM_THREADS"])
+        else:
+            os.unsetenv("OPENBLAS_NUM_THREADS")
+        self.pools = ThreadPools()
+        self.mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)}
         self.nofile = resource.getrlimit(resource.RLIMIT_NOFILE)
         _raise_nofile()
         self.files = _module_files()
@@ -313,6 +321,8 @@ class Server:
             mains = {key: preparation.pop(key) for key in tuple(preparation) if key.startswith("init_main")}
             spawn.prepare(preparation)
             snapshot = _Snapshot()
+            # OpenBLAS starts threads when it is loaded; only C code sees this, and the child gives it the right number.
+            os.putenv("OPENBLAS_NUM_THREADS", "1")
             spawn.prepare(mains)
         except BaseException as error:
             # The children will meet it themselves, and say so where the user can read it.
@@ -335,8 +345,9 @@ class Server:
                 os.setpgid(0, 0)
             self.give_up_descriptors()
             os.close(request.status)
-            if _may_go(request.go, self.user):
-                code = self.run_child(request)
+            if not _may_go(request.go, self.user):
+                os._exit(1)
+            code = self.run_child(request)
         except SystemExit as error:
             code = _exit_code(error)
         except BaseException:
@@ -358,10 +369,10 @@ class Server:
             else:
                 os.close(number)
         _inherited = request.inherited
-        resource_tracker._resource_tracker._fd = request.tracker
+        _tracker._fd = request.tracker
         _set_comm(self.comm)
         _restore_streams()
-        _forget_the_zygotes_past(fresh_numpy=True)
+        _forget_the_zygotes_past()
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             with open(request.payload, "rb") as file:
@@ -372,7 +383,7 @@ class Server:
                     resource.setrlimit(resource.RLIMIT_NOFILE, self.nofile)
                     signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
                     preparation = {key: preparation[key] for key in _PERSONAL if key in preparation}
-                self.pools.apply_blas()
+                self.pools.apply()
                 spawn.prepare(preparation)
                 process_object = pickle.load(file)
         finally:
@@ -400,18 +411,19 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _forget_the_zygotes_past(fresh_numpy: bool) -> None:
+def _forget_the_zygotes_past() -> None:
     """Drop what a spawned process would not have: finalizers of the zygote's objects, its random state."""
     util._finalizer_registry.clear()
     util._run_after_forkers()
     numpy_random = sys.modules.get("numpy.random")
-    if fresh_numpy and numpy_random is not None:
+    if numpy_random is not None:
         numpy_random.seed()  # Python's own generator is seeded anew by fork itself
 
 
 def _restore_streams() -> None:
     """Buffer the standard streams as a new interpreter would for the files they now write to."""
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+    streams: tuple[tuple[int, Any], ...] = ((1, sys.stdout), (2, sys.stderr))
+    for number, stream in streams:
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(line_buffering=number == 2 or os.isatty(number))
 
@@ -448,7 +460,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _module_files() -> dict[str, tuple[int, int, int] | None]:
-    """The files of all modules but the standard library's and torch's own, which nobody edits under a running program."""
+    """The files of all modules, but for the standard library's and torch's, which nobody edits under a program."""
     torch = sys.modules.get("torch")
     fixed = tuple(
         os.path.dirname(file) + os.sep for file in (os.__file__, getattr(torch, "__file__", None)) if file is not None
@@ -471,7 +483,14 @@ def _preload(names: tuple[str, ...]) -> None:
         importlib.import_module("numpy.random")  # loaded now, so that its state can be compared and made anew
 
 
-def main(control: socket.socket, user: int, preload: tuple[str, ...], serve: Callable[[Server], NoReturn]) -> None:
+def _skip_torchs_farewell() -> None:
+    """Keep a child's exit from unregistering torch's operators one by one, 50 ms for nothing."""
+    for finalizer, info in weakref.finalize._registry.items():  # type: ignore[attr-defined]
+        if getattr(info.func, "__module__", None) == "torch.library":
+            finalizer.atexit = False
+
+
+def main(control: socket.socket, user: int, preload: tuple[str, ...]) -> NoReturn:
     """Be the zygote."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -488,5 +507,6 @@ def main(control: socket.socket, user: int, preload: tuple[str, ...], serve: Cal
     # that name, and knows no other.
     context._concrete_contexts["zygote"] = zygote.context_for_children()  # type: ignore[attr-defined]
     _preload(preload)
+    _skip_torchs_farewell()
     _freeze()
-    serve(Server(control, user, comm, nofile))
+    Server(control, user, comm, nofile).serve()

@@ -1,4 +1,4 @@
-"""What loaders did: batches, bytes, who waited for whom. Read by reports; costs the training loop two clock readings."""
+"""What loaders did: batches, bytes, who waited for whom. Costs the training loop two clock readings a batch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class LoaderRecord:
 
 def _sums(board: Board) -> list[int]:
     workers = [board.read(number) for number in range(board.workers)]
-    return [sum(column) for column in zip(*((w.items, w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers))]
+    columns = zip(*((w.items, w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers), strict=True)
+    return [sum(column) for column in columns]
 
 
 _records: list[LoaderRecord] = []

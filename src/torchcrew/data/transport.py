@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import threading
+from multiprocessing import util
 from typing import Any
 
 from torchcrew.channel.packets import SPIN, IndexSender, Receiver, seqpacket_pair
@@ -26,6 +27,10 @@ from torchcrew.memory.arena import Arena, Loan
 from torchcrew.memory.lease import open_leases
 
 __all__ = ("Transport",)
+
+
+#: Seconds that a killed worker may take to be gone.
+_KILLED = 1.0
 
 
 class _Results:
@@ -88,6 +93,8 @@ class Transport:
         self._worker_ends: list[WorkerEnds] = []
         self._watched = 0
         self._closed = False
+        # At exit the standard library terminates daemons and waits for them; a stopped one must be able to obey.
+        util.Finalize(self, _continue, args=(self._processes,), exitpriority=10)
 
     # What torch's iterator calls ------------------------------------------------------------------------------------
 
@@ -130,6 +137,7 @@ class Transport:
             budget=self._budget,
             # The kernel sends the death signal when the *thread* that forked ends: only the main thread lives as long
             # as the process. Everywhere else the guardian is alone responsible.
+            user=os.getpid(),
             die_with_thread=threading.current_thread() is threading.main_thread(),
             spin=self._spin,
             inherited=inherited,
@@ -158,20 +166,20 @@ class Transport:
         """Before the workers are asked to end: wake those that wait for us."""
         self.board.want(NOTHING)
         self.receiver.hang_up()
-        for process in self._processes[: self._watched]:
-            # A stopped worker cannot do what it is asked; continuing one that runs is harmless.
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGCONT) if process.is_alive() else None
+        _continue(self._processes[: self._watched])
 
     def close(self) -> None:
         """After the workers were asked to end: kill what did not, give everything back. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for process in self._processes[: self._watched]:
+        arenas = self._arenas
+        for number, process in enumerate(self._processes[: self._watched]):
             if process.is_alive():
                 process.kill()
-                process.join(1.0)  # a process that the kernel cannot end is not waited for
+                process.join(_KILLED)
+                if process.is_alive():  # the kernel cannot end it now: it is not waited for, and keeps its arena
+                    arenas = [arena for arena in arenas if arena is not self._arenas[number]]
             guardian.forget(process.pid)
         self.receiver.close()
         self._sent.close()
@@ -179,5 +187,13 @@ class Transport:
             sender.close()
         for ends in self._worker_ends:
             ends.indices.close()
-        self.board.close_descriptor()
-        pool.put_back(self._arenas)
+        self.board.close()
+        pool.put_back(arenas)
+
+
+def _continue(processes: list[Any]) -> None:
+    """Let stopped workers do what they will be asked next; it does nothing to those that run."""
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT)

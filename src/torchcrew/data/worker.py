@@ -25,8 +25,8 @@ from typing import Any
 
 from torchcrew import torch_private
 from torchcrew.channel.packets import IndexReceiver, Sender
-from torchcrew.channel.writer import BlockWriter
-from torchcrew.crew.board import ANYTHING, Board, State
+from torchcrew.channel.writer import PLACE_MIN, BlockWriter
+from torchcrew.crew.board import ANYTHING, Board, State, WorkerCounters
 from torchcrew.errors import ArenaFull
 from torchcrew.memory import libc
 from torchcrew.memory.arena import Arena, ArenaOwner, Loan
@@ -60,6 +60,7 @@ class WorkerEnds:
     taken: list[Loan]
     board: Board
     budget: int
+    user: int  # pid
     die_with_thread: bool
     spin: int
     #: The user's ends of everything, which a forked worker inherits and must close.
@@ -91,7 +92,14 @@ class _Worker:
         self._since, self._state = now, state
         self.ends.board.write(
             self.ends.number,
-            (state, self.owner.committed, self.items, self.writer.bytes_sent, *self.nanoseconds, self.current),
+            WorkerCounters(
+                state,
+                self.owner.committed,
+                self.items,
+                self.writer.bytes_sent,
+                *self.nanoseconds,  # type: ignore[call-arg]
+                current=self.current,
+            ),
         )
 
     def _may_take(self, nbytes: int) -> bool:
@@ -206,11 +214,13 @@ def main(ends: WorkerEnds, target: Callable[..., None], args: tuple[Any, ...]) -
     """Run torch's worker loop over our ends of the channels."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if ends.die_with_thread:
+    if ends.die_with_thread and os.getppid() == ends.user:
         libc.set_death_signal(signal.SIGKILL)
+        if os.getppid() != ends.user:
+            os._exit(1)
     for resource in ends.inherited:
         resource.close()
     worker = _Worker(ends)
-    torch_private.replace_new_shared(worker.writer.new_shared)
+    torch_private.allocate_batches_with(worker.writer.new_shared, PLACE_MIN)
     made = {End.INDICES: _IndexEnd(worker), End.RESULTS: _ResultEnd(worker), End.DONE: _DoneEnd(ends.board)}
     target(*(made[arg] if isinstance(arg, End) else arg for arg in args))

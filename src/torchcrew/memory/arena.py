@@ -72,9 +72,13 @@ class Arena:
         return cls(make_memfd("torchcrew-arena", size), size)
 
     def lease(self, loan: Loan) -> Any:
-        """The view of a block that was received; the block returns to its owner when the view, and all made of it, die."""
+        """The view of a received block; the block returns to its owner when the view, and all made of it, are gone."""
         slot, offset, nbytes = loan
-        view = self.mapping.view(offset, nbytes)
+        try:
+            view = self.mapping.view(offset, nbytes)
+        except BaseException:  # no address space left, say: the message is lost, the block is not
+            self.table[slot] = FREE
+            raise
         Lease(view, self, self.table, slot, offset, nbytes)
         return view
 
@@ -165,11 +169,15 @@ class ArenaOwner:
         return self.used + self.warm
 
     def allocate(self, nbytes: int) -> Block | None:
-        """A block of at least ``nbytes``, writable through ``block.view``; None when the budget or the slots are used up.
+        """A block of at least ``nbytes``, writable through ``block.view``; None when budget or slots are used up.
 
         Recycles first what consumers returned, warm pages before cold ones.
         """
         size = round_block(nbytes)
+        if not self._slots and self._high == SLOTS:
+            self.recycle()
+            if not self._slots:
+                return None
         self._since_review += 1
         if self._since_review >= _REVIEW_EVERY:
             self._review()
@@ -184,13 +192,17 @@ class ArenaOwner:
         if offset is None and self.warm:  # free space there is, but in pieces: merge warm and cold
             self.shrink(0)
             offset = self._cold.take(size)
-        if offset is None or (not self._slots and self._high == SLOTS):
+        if offset is None:
             return None
+        try:
+            view = self.arena.mapping.view(offset, size)
+        except BaseException:
+            (self._hot if warm else self._cold).give(offset, size)
+            raise
         if warm:
             self.warm -= size
         self.used += size
         self._peaks = (self._peaks[0], max(self._peaks[1], self.used))
-        view = self.arena.mapping.view(offset, size)
         block = Block(self._new_slot(), offset, size, warm, view, ctypes.addressof(view))
         self._unsent.append(block)
         return block

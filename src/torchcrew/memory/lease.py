@@ -5,7 +5,8 @@
                  └─ weak ── Lease ── when the view dies: table[slot] = FREE
 
 Returning a block is one store. It happens in garbage collection, in any thread, anywhere: no lock, no system call, no
-exception. After a fork, parent and child see the same memory, so a block that was on lease at the fork is handed back
+exception. (Tensors and arrays hold the view from C, where the cyclic collector does not look, so it never takes the view
+for garbage before the last of them is freed.) After a fork, parent and child see the same memory, so a block that was on lease at the fork is handed back
 only when the parent's views are gone *and* the child is: the child holds the write end of a pipe (a `_Witness`) which
 the kernel closes for it, and for its own children, however they end. The child's own copies of the leases do nothing.
 """
@@ -67,7 +68,7 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
         return super().__new__(cls, view, _returned)
 
     def __init__(self, view: Any, arena: Any, table: Any, slot: int, offset: int, nbytes: int) -> None:
-        super().__init__(view, _returned)
+        super().__init__(view, _returned)  # type: ignore[call-arg]
         self.arena = arena
         self.table = table
         self.slot = slot
@@ -75,7 +76,7 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
         self.nbytes = nbytes
         self.witnesses: tuple[_Witness, ...] = ()
         _open[id(self)] = self
-        if _witnesses:
+        if _witnesses or _deferred:
             sweep()
 
     __hash__ = object.__hash__
@@ -88,54 +89,67 @@ _open: dict[int, Lease] = {}
 _deferred: list[Lease] = []
 _witnesses: list[_Witness] = []
 _forking = threading.local()
+#: Not for finalizers, which take no lock: one thread at a time sweeps, so that no slot is handed back twice. Reentrant,
+#: as a signal handler may receive a batch.
+_sweeping = threading.RLock()
 
 
 def _returned(lease: Lease) -> None:
-    if _open.pop(id(lease), None) is None:
-        return
-    if lease.witnesses:
-        _deferred.append(lease)
-    else:
+    # First hand back, then forget: `open_leases` in another thread must not miss a slot that is still to be written.
+    if all(witness.ended for witness in lease.witnesses):
         lease.table[lease.slot] = FREE
+    else:
+        _deferred.append(lease)
+    _open.pop(id(lease), None)
 
 
 def open_leases(arena: Any) -> list[tuple[int, int, int]]:
     """``(slot, offset, nbytes)`` of every block of ``arena`` that this process or a forked child of it still sees."""
-    sweep()
-    leases = [*list(_open.values()), *list(_deferred)]
-    return [(lease.slot, lease.offset, lease.nbytes) for lease in leases if lease.arena is arena]
+    with _sweeping:
+        sweep()
+        leases = {id(lease): lease for lease in (*list(_open.values()), *list(_deferred))}
+    return [(lease.slot, lease.offset, lease.nbytes) for lease in leases.values() if lease.arena is arena]
 
 
 def sweep() -> None:
     """Return blocks that only waited for a forked child to end."""
-    for witness in list(_witnesses):
-        if witness.check():
-            with contextlib.suppress(ValueError):  # another thread was here first
+    with _sweeping:
+        for witness in list(_witnesses):
+            if witness.check():
                 _witnesses.remove(witness)
-    for lease in list(_deferred):
-        if all(witness.ended for witness in lease.witnesses):
-            with contextlib.suppress(ValueError):
+        for lease in list(_deferred):
+            if all(witness.ended for witness in lease.witnesses):
                 _deferred.remove(lease)
                 lease.table[lease.slot] = FREE
 
 
 def _before_fork() -> None:
     _forking.witness = None
-    if _open:
+    if _witnesses:
+        sweep()  # or a program that forks often and receives nothing meanwhile runs out of descriptors
+    if _open or threading.active_count() > 1:
         # Attached before the fork: a view that another thread drops in between is in the child, too.
         witness = _forking.witness = _Witness()
         _witnesses.append(witness)
-        for lease in list(_open.values()):
+        _attach(witness)
+
+
+def _attach(witness: _Witness) -> None:
+    for lease in list(_open.values()):
+        if witness not in lease.witnesses:
             lease.witnesses = (*(w for w in lease.witnesses if not w.ended), witness)
 
 
 def _after_fork_in_parent() -> None:
     witness = _forking.witness
     if witness is not None:
+        _attach(witness)  # to those that another thread received in between
         witness.write_end = _close(witness.write_end)
 
 
 def _after_fork_in_child() -> None:
+    global _sweeping
+    _sweeping = threading.RLock()  # another thread may have held it
     # The write end stays open until this process, and every child it forks, is gone.
     for witness in _witnesses:
         witness.read_end = _close(witness.read_end)

@@ -5,6 +5,7 @@ A memory cgroup never answers "no": it kills. So the budget for blocks is ours, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -26,8 +27,8 @@ def parse_bytes(value: int | float | str, name: str = "memory_budget") -> int:
         ValueError: not a positive size; the message names the option.
     """
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?|)b?\s*", value, re.IGNORECASE)
-        number = float(match[1]) * _UNITS[match[2].lower()] if match and match[1].count(".") < 2 else 0
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]i?|)b?\s*", value, re.IGNORECASE)
+        number = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = float(value)
     else:
@@ -56,10 +57,8 @@ def _cgroup_limits(root: Path) -> list[int]:
             continue
         here = base / path.lstrip("/")
         for folder in (here, *here.parents):
-            try:
+            with contextlib.suppress(OSError, ValueError):  # no such level, or "max"
                 limits.append(int((folder / file).read_text()))
-            except (OSError, ValueError):  # no such level, or "max"
-                pass
             if folder == base:
                 break
     return limits

@@ -22,6 +22,10 @@ _FINE = 64 << 10
 
 _view_types: dict[int, Any] = {}
 
+# Mappings that are not closed. Without this, an owner that dies in a reference cycle would find its windows gone: the
+# cyclic collector calls weak references' callbacks (which unmap) *before* the `__del__` that puts an arena back.
+_open: set[Mapping] = set()
+
 
 def round_block(nbytes: int) -> int:
     """Round up to a size that blocks may have: at most 1/8 more, so that there are few distinct sizes.
@@ -49,6 +53,7 @@ class Mapping:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._windows: dict[tuple[int, int], Any] = {}
+        _open.add(self)
 
     def view(self, offset: int, nbytes: int) -> Any:
         """A writable ctypes array over ``[offset, offset + nbytes)``; the memory is mapped as long as it lives.
@@ -75,5 +80,9 @@ class Mapping:
         """Close the descriptor and forget the windows; views that exist stay valid."""
         fd, self.fd = self.fd, -1
         self._windows.clear()
+        _open.discard(self)
         if fd >= 0:
             os.close(fd)
+
+
+os.register_at_fork(after_in_child=_open.clear)

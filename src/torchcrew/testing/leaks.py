@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -228,9 +228,7 @@ def compare(before: Snapshot, after: Snapshot, allow: Collection[str] = tuple(PE
     """
     if unknown := sorted(set(allow) - set(PERMANENT)):
         raise ValueError(f"allow should hold names of {', '.join(PERMANENT)}, but got {', '.join(unknown)}")
-    services = _services(allow)
-    pids = {pid for pid, _ in services}
-    sockets = {number for _, numbers in services for number in numbers}
+    pids, sockets = _services(allow)
     found = [f"process: {process}" for process in sorted(after.processes - before.processes) if process.pid not in pids]
     found += [f"zombie: {process}" for process in sorted(after.zombies - before.zombies)]
     found += [
@@ -259,25 +257,40 @@ def compare(before: Snapshot, after: Snapshot, allow: Collection[str] = tuple(PE
 
 
 def _compare_names(before: Snapshot, after: Snapshot) -> list[str]:
-    """Compare what has a name in /dev/shm; the names of a process that is not ours are its own business."""
+    """Compare what has a name in /dev/shm, which all programs of the machine share."""
     ours = {os.getpid(), *(process.pid for process in after.processes)}
-    files = [name for name in sorted(after.shared_files - before.shared_files) if not _held_by_others(name, ours)]
-    semaphores = [name for name in sorted(after.semaphores - before.semaphores) if not _held_by_others(name, ours)]
-    return [f"shared memory: {SHM}{name}" for name in files] + [f"semaphore: {SHM}{name}" for name in semaphores]
+    return [
+        f"{kind}: {SHM}{name}"
+        for kind, names in (
+            ("shared memory", after.shared_files - before.shared_files),
+            ("semaphore", after.semaphores - before.semaphores),
+        )
+        for name in sorted(names)
+        if not _is_of_others(name, ours)
+    ]
 
 
-def _held_by_others(name: str, ours: Collection[int]) -> bool:
-    """Whether a process that is not ours has this file of /dev/shm mapped or open, and none of ours has."""
-    needle = f"{SHM}{name}"
-    others = False
-    for pid in procfs.pids():
-        with contextlib.suppress(OSError):
-            held = needle.encode() in Path(f"/proc/{pid}/maps").read_bytes()
-            held = held or any(os.readlink(f"/proc/{pid}/fd/{fd}") == needle for fd in os.listdir(f"/proc/{pid}/fd"))
-            if held and pid in ours:
-                return False
-            others |= held
-    return others
+def _is_of_others(name: str, ours: Collection[int]) -> bool:
+    """Whether this file of /dev/shm is another program's: it holds it, or made it and has removed it meanwhile."""
+    maker = re.match(r"torch_(\d+)_", name)
+    if maker and int(maker[1]) not in ours and os.path.exists(f"/proc/{maker[1]}"):
+        return True
+    holders = {pid for pid in procfs.pids() if _holds(pid, f"{SHM}{name}")}
+    if holders:
+        return holders.isdisjoint(ours)
+    return not os.path.lexists(f"{SHM}{name}")
+
+
+def _holds(pid: int, path: str) -> bool:
+    """Whether a process has this file mapped or open, as far as we may see it."""
+    with contextlib.suppress(OSError):
+        if f"{path}\n".encode() in Path(f"/proc/{pid}/maps").read_bytes():
+            return True
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{number}") == path:
+                    return True
+    return False
 
 
 def _compare_settings(before: Snapshot, after: Snapshot, allow: Collection[str]) -> list[str]:
@@ -304,43 +317,35 @@ def _pidfd_target(descriptor: int) -> int | None:
     return None
 
 
-def _services(allow: Collection[str]) -> list[tuple[int, list[int]]]:
-    """Pid and descriptors of each permanent process of this one.
+def _services(allow: Collection[str]) -> tuple[set[int], set[int]]:
+    """Pids and descriptors of the permanent processes of this one.
 
-    Only modules that are loaded are asked: what nobody imported has started nothing. The standard library has no
-    public name for these two, so a change there shows as a leak, not as an error.
+    Only modules that are loaded are asked: what nobody imported has started nothing. Neither the standard library nor
+    the crew has public names for all of it, so a change there shows as a leak, not as an error.
     """
-    known: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
-        "resource_tracker": lambda: _attributes("multiprocessing.resource_tracker", "_resource_tracker", "_pid", "_fd"),
-        "forkserver": lambda: _attributes(
-            "multiprocessing.forkserver", "_forkserver", "_forkserver_pid", "_forkserver_alive_fd"
-        ),
-        "guardian": lambda: _crew_service("torchcrew.crew.guardian"),
-        "zygote": lambda: _crew_service("torchcrew.crew.zygote"),
-    }
-    found = []
-    for name, ask in known.items():
-        if name in allow:
-            pid, descriptors = ask()
-            if pid is not None:
-                found.append((pid, [number for number in descriptors if number is not None]))
-    return found
+    pids: set[Any] = set()
+    descriptors: set[Any] = set()
+    if "resource_tracker" in allow:
+        tracker = _loaded("multiprocessing.resource_tracker", "_resource_tracker")
+        pids.add(getattr(tracker, "_pid", None))
+        descriptors.add(getattr(tracker, "_fd", None))
+    if "forkserver" in allow:
+        server = _loaded("multiprocessing.forkserver", "_forkserver")
+        pids.add(getattr(server, "_forkserver_pid", None))
+        descriptors.add(getattr(server, "_forkserver_alive_fd", None))
+    if "guardian" in allow and (ask := _loaded("torchcrew.crew.guardian", "pid")):
+        pids.add(ask())
+        link = getattr(_loaded("torchcrew.crew.guardian", "_state"), "link", None)
+        descriptors.add(getattr(link, "control", None))
+    if "zygote" in allow and (ask := _loaded("torchcrew.crew.zygote", "pids")):
+        pids.update(ask())
+        state = _loaded("torchcrew.crew.zygote", "_state")
+        descriptors.update(server.control for server in (state.servers() if state else ()))
+    return pids - {None}, descriptors - {None}
 
 
-def _attributes(module: str, owner: str, pid: str, descriptor: str) -> tuple[Any, list[Any]]:
-    instance = getattr(sys.modules.get(module), owner, None)
-    return getattr(instance, pid, None), [getattr(instance, descriptor, None)]
-
-
-def _crew_service(name: str) -> tuple[Any, list[Any]]:
-    module: Any = sys.modules.get(name)
-    if module is None or not hasattr(module, "pid"):
-        return None, []
-    pid = module.pid()
-    if hasattr(module, "descriptors"):
-        return pid, list(module.descriptors())
-    link = getattr(getattr(module, "_state", None), "link", None)
-    return pid, [getattr(link, "control", None)]
+def _loaded(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
 
 
 def settle(before: Snapshot, deadline: float = DEADLINE, allow: Collection[str] = tuple(PERMANENT)) -> list[str]:

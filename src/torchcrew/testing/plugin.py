@@ -44,10 +44,9 @@ def _deadline(config: pytest.Config) -> float:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
-    """Remember whether the test failed by itself."""
-    outcome = yield
-    report = outcome.get_result()
-    if report.failed and call.when != "teardown":
+    """Remember whether the test ended by an exception, an expected one too: its traceback keeps variables alive."""
+    yield
+    if call.excinfo is not None and call.when != "teardown":
         item.stash[_FAILED] = True
 
 
@@ -61,6 +60,7 @@ def _no_leaks(request: pytest.FixtureRequest) -> Generator[None, None, None]:
             pytest.fail("the marker leaks_allowed needs a reason: leaks_allowed(reason=...)", pytrace=False)
         yield
         return
+    node.stash[_FAILED] = False  # plugins that run a failed test again use the same item
     before = leaks.snapshot()
     yield
     failed = node.stash.get(_FAILED, False)

@@ -54,7 +54,7 @@ def read_process(pid: int) -> ProcessInfo | None:
     name_end = stat.rindex(b")")
     name = stat[stat.index(b"(") + 1 : name_end].decode(errors="replace")
     fields = stat[name_end + 2 :].split()
-    words = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    words = " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())  # `python -c` has line breaks
     return ProcessInfo(
         pid=pid,
         started=int(fields[19]),

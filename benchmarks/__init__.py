@@ -1,0 +1,18 @@
+"""Benchmarks: stock's DataLoader and torchcrew's, alternating in one run, with equal batches.
+
+    python -m benchmarks                    all of them, each in a process of its own; tables, JSON, pictures
+    python -m benchmarks.small_batches      one
+    python -m benchmarks --repeats 3        fewer repeats than the usual 7 (a look, not a result)
+    make bench                              the first, in the project's own environment
+
+What is timed, how it is checked and what stands in the JSON is told in `benchmarks.harness`. Results are in
+``benchmarks/results/NAME.json``; the tables of the README and the guide are made from them by ``tools/readme_table.py``.
+The SPDL peer is measured where ``spdl-core`` 0.8 is installed (``pip install --no-deps spdl-core==0.8.0``).
+"""
+
+from __future__ import annotations
+
+#: Modules of this package that are benchmarks, in the order of the tables.
+NAMES = ("small_batches", "large_batches", "many_tensors", "first_batch", "tiny_epochs", "memory", "growth")
+
+__all__ = ("NAMES",)

@@ -1,0 +1,1 @@
+"""Programs that the survival tests run as processes of their own."""

@@ -1,0 +1,41 @@
+"""A worker aborts with RLIMIT_CORE unlimited while hundreds of megabytes are held; prints seconds until the error came."""
+
+import os
+import resource
+import time
+
+import torch
+
+from tests.data.survival import MB, Rows
+from torchcrew.data import DataLoader
+
+LAST = 12
+
+
+class Aborts(Rows):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == LAST:
+            time.sleep(0.3)  # the user has received everything before this
+            with open("aborted_at", "w") as file:
+                file.write(str(time.monotonic()))
+            os.abort()
+        return super().__getitem__(index)
+
+
+def main() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    held = []
+    try:
+        for batch in DataLoader(Aborts(16, 40 * MB // 4), num_workers=1):
+            held.append(batch)  # noqa: PERF402 - the loop ends with an exception
+    except RuntimeError as error:
+        with open("aborted_at") as file:
+            seconds = time.monotonic() - float(file.read())
+        assert "is killed by signal: Aborted" in str(error), error
+    assert len(held) == LAST, len(held)
+    print(f"{seconds:.3f}")
+
+
+if __name__ == "__main__":
+    main()
