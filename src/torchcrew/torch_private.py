@@ -51,7 +51,7 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
     def _new_shared(size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
         if torch.device(device).type == "cpu":
             return new_shared(size)
-        return stock(size, device=device)
+        return stock(size, device=device)  # type: ignore[no-any-return,no-untyped-call]
 
     def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
@@ -62,7 +62,7 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
     def restore() -> None:
         del torch.UntypedStorage._new_shared  # the inherited one is stock's
 
-    torch.UntypedStorage._new_shared = staticmethod(_new_shared)  # type: ignore[assignment,method-assign]
+    torch.UntypedStorage._new_shared = staticmethod(_new_shared)  # type: ignore[method-assign]
     os.register_at_fork(after_in_child=restore)
     stock_collate_tensor_fn = _utils.collate.collate_tensor_fn
     registered = _utils.collate.default_collate_fn_map

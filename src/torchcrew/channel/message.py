@@ -6,8 +6,8 @@
       header = pickle(payload, records, loans)                 unpickles with the tensors as "buffers"
 
 The trick: pickle protocol 5 hands out-of-band buffers back through an iterator and pushes *whatever the iterator
-yields* on its stack. A tensor is pickled as a dummy `PickleBuffer`; when decoding, the iterator yields finished tensors.
-So the C pickler does all the walking, memoises shared objects and keeps their identity.
+yields* on its stack. A tensor is pickled as a dummy `PickleBuffer`; when decoding, the iterator yields finished
+tensors. So the C pickler does all the walking, memoises shared objects and keeps their identity.
 
 A message is a snapshot. Tensors that overlap in memory keep overlapping (their common range is sent once); a view sends
 only what it views; expanded tensors are not materialised; a view with gaps is sent without them. Tensors that are
@@ -20,16 +20,16 @@ import copyreg
 import ctypes
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
-from torchcrew.channel.writer import ALIGNMENT, BlockWriter
+from torchcrew.channel.spans import EMPTY, INLINE, Place, Range, Record, Span, overlapping, rebuild, simple_ranges
+from torchcrew.channel.writer import BlockWriter
 from torchcrew.memory.arena import Loan
 
 __all__ = ("INLINE_MAX", "PACKET_MAX", "Encoded", "Encoder", "decode")
@@ -39,15 +39,10 @@ INLINE_MAX = 16 << 10
 #: A header (with its inline data) above this goes into a block, too: a packet must fit in a socket's buffer.
 PACKET_MAX = 48 << 10
 
-_INLINE, _EMPTY = -1, -2
-_GRAD, _PARAMETER, _RAW = 1, 2, 4
 #: Alignment of tensors that travel inline.
 _INLINE_ALIGNMENT = 16
-#: Pickled size of one record, about: decides whether a header is too large.
-_RECORD_BYTES = 48
-
-_DTYPES: list[torch.dtype] = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+#: Upper bounds of what a record without its shape, and a number, take in a pickle.
+_RECORD_BYTES, _NUMBER_BYTES = 64, 11
 
 # Writable, or pickle would ask the decoder for a read-only view of the tensor.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
@@ -62,11 +57,6 @@ class Encoded(NamedTuple):
 
     header: bytes
     body: bytes | bytearray
-
-
-#: Where the data of one tensor or buffer is and what it looks like: index of the block (or one of the above), offset,
-#: elements (bytes for raw buffers) from there on, dtype, flags, shape (None: one dimension), stride (None: contiguous).
-_Record = tuple[int, int, int, int, int, "tuple[int, ...] | None", "tuple[int, ...] | None"]
 
 
 def _itself(obj: Any) -> Any:
@@ -93,7 +83,7 @@ class Encoder:
         self._found: list[torch.Tensor | pickle.PickleBuffer] = []
         self._file = io.BytesIO()
         self._pickler = pickle.Pickler(self._file, 5, buffer_callback=self._buffer)
-        self._pickler.dispatch_table = _Reducers(  # type: ignore[assignment]
+        self._pickler.dispatch_table = _Reducers(
             {
                 torch.Tensor: self._tensor,
                 torch.nn.Parameter: self._tensor,
@@ -114,14 +104,9 @@ class Encoder:
                 if self._writer is not None:
                     self._writer.lend(_NOTHING)
                 return Encoded(b"", payload)
-            spans = [_Span(item) for item in found]
-            groups = _overlapping(spans)
-            body: bytes | bytearray = b""
-            if self._writer is None or sum(end - start for start, end, _ in groups) <= INLINE_MAX:
-                body, starts = _copy_inline(groups)
-            else:
-                starts = _copy_to_blocks(groups, self._writer)
-            return _seal(payload, _records(spans, groups, starts), body, self._writer)
+            spans = [Span(item) for item in found]
+            body, places = self._copy(spans)
+            return self._seal(payload, [span.record(place) for span, place in zip(spans, places, strict=True)], body)
         except BaseException:
             if self._writer is not None:
                 self._writer.lend(_NOTHING)
@@ -163,123 +148,54 @@ class Encoder:
             return reductions.reduce_storage(storage)
         return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
 
+    def _copy(self, spans: list[Span]) -> tuple[bytes | bytearray, list[Place]]:
+        """Put the data where it travels: inline, or in the writer's blocks; returns the inline data and the places."""
+        ranges = simple_ranges(spans)
+        within: list[tuple[int, int]] | None = None
+        if ranges is None:
+            ranges, within = overlapping(spans)
+        body: bytes | bytearray = b""
+        if self._writer is None or sum(nbytes for _, nbytes in ranges) <= INLINE_MAX:
+            body, places = _inline(ranges)
+        else:
+            places = self._writer.place(ranges)
+        if within is None:
+            return body, places
+        return body, [(EMPTY, 0) if at < 0 else (places[at][0], places[at][1] + offset) for at, offset in within]
+
+    def _seal(self, payload: bytes, records: list[Record], body: bytes | bytearray) -> Encoded:
+        """Make the header; one that is too large for a packet goes into the block and leaves its address."""
+        writer = self._writer
+        if writer is None:
+            return Encoded(pickle.dumps((payload, records, ()), 5), body)
+        used = {record[0] for record in records if record[0] >= 0}
+        if len(payload) + len(body) + sum(map(_record_bytes, records)) <= PACKET_MAX:
+            return Encoded(pickle.dumps((payload, records, writer.lend(used)), 5), body)
+        inner = ctypes.create_string_buffer(pickle.dumps((payload, records), 5))
+        [(index, offset)] = writer.place([(ctypes.addressof(inner), len(inner))])
+        header = pickle.dumps((None, (index, offset, len(inner)), writer.lend({*used, index})), 5)
+        return Encoded(header, body)
+
+
+def _record_bytes(record: Record) -> int:
+    """At most what a record takes in a pickle."""
+    return _RECORD_BYTES + 2 * _NUMBER_BYTES * len(record[5] or ())
+
+
+def _inline(ranges: list[Range]) -> tuple[bytes | bytearray, list[Place]]:
+    if len(ranges) == 1:
+        return ctypes.string_at(*ranges[0]), [(INLINE, 0)]
+    body = bytearray()
+    places = []
+    for start, nbytes in ranges:
+        body += bytes(-len(body) % _INLINE_ALIGNMENT)
+        places.append((INLINE, len(body)))
+        body += ctypes.string_at(start, nbytes)
+    return body, places
+
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
-
-
-class _Span:
-    """A range of memory and what of it the object contains."""
-
-    __slots__ = ("count", "end", "flags", "item", "shape", "start", "stride", "dtype")
-
-    def __init__(self, item: Any) -> None:
-        self.item = item
-        if isinstance(item, pickle.PickleBuffer):
-            raw = item.raw()
-            self.count = raw.nbytes
-            self.dtype = 0
-            self.flags = _RAW
-            self.shape = self.stride = None
-            self.start = np.frombuffer(raw, np.uint8).__array_interface__["data"][0] if raw.nbytes else 0
-            self.end = self.start + raw.nbytes
-            self.item = raw
-            return
-        if item.is_conj() or item.is_neg():
-            self.item = item = item.resolve_conj().resolve_neg()
-        self.dtype = _DTYPE_CODES[item.dtype]
-        self.flags = (_GRAD if item.requires_grad else 0) | (_PARAMETER if type(item) is torch.nn.Parameter else 0)
-        self._lay_out(item)
-
-    def _lay_out(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.start = tensor.data_ptr()
-        self.count = tensor.numel()
-        if tensor.is_contiguous():
-            self.stride = None
-        else:
-            self.stride = tensor.stride()
-            if self.count:
-                self.count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        self.end = self.start + self.count * tensor.element_size()
-
-    def compact(self) -> None:
-        """Leave out the gaps of a view, if it has any; its strides become those of a dense tensor."""
-        if self.stride is not None and self.count > self.item.numel():
-            with torch.no_grad():
-                self.item = self.item.detach().clone(memory_format=torch.preserve_format)
-            self._lay_out(self.item)
-
-    def record(self, place: int, offset: int) -> _Record:
-        shape = self.shape
-        if self.stride is None and shape is not None and len(shape) == 1 and place != _EMPTY:
-            shape = None
-        return place, offset, self.count, self.dtype, self.flags, shape, self.stride
-
-
-#: Spans that overlap: first and last address, and their positions in the list of all spans.
-_Group = tuple[int, int, list[int]]
-
-
-def _overlapping(spans: list[_Span]) -> list[_Group]:
-    """Group spans whose ranges overlap; a view with gaps that overlaps nothing is compacted."""
-    if len(spans) == 1 and spans[0].stride is None:
-        return [(spans[0].start, spans[0].end, [0])] if spans[0].count else []
-    groups: list[_Group] = []
-    for start, end, i in sorted((span.start, span.end, i) for i, span in enumerate(spans) if span.count):
-        if groups and start < groups[-1][1]:
-            first, last, members = groups[-1]
-            groups[-1] = (first, max(last, end), [*members, i])
-        else:
-            groups.append((start, end, [i]))
-    for at, (_, _, members) in enumerate(groups):
-        span = spans[members[0]]
-        if len(members) == 1 and span.stride is not None:
-            span.compact()
-            groups[at] = (span.start, span.end, members)
-    return groups
-
-
-def _copy_inline(groups: list[_Group]) -> tuple[bytes | bytearray, list[tuple[int, int]]]:
-    if len(groups) == 1:
-        start, end, _ = groups[0]
-        return ctypes.string_at(start, end - start), [(_INLINE, 0)]
-    body = bytearray()
-    starts = []
-    for start, end, _ in groups:
-        body += bytes(-len(body) % _INLINE_ALIGNMENT)
-        starts.append((_INLINE, len(body)))
-        body += ctypes.string_at(start, end - start)
-    return body, starts
-
-
-def _copy_to_blocks(groups: list[_Group], writer: BlockWriter) -> list[tuple[int, int]]:
-    starts = [writer.find(start, end - start) for start, end, _ in groups]
-    missing = [end - start for (start, end, _), found in zip(groups, starts, strict=True) if found is None]
-    if missing:
-        writer.expect(sum(missing) + ALIGNMENT * len(missing))
-    return [found or writer.fill(start, end - start) for (start, end, _), found in zip(groups, starts, strict=True)]
-
-
-def _records(spans: list[_Span], groups: list[_Group], starts: list[tuple[int, int]]) -> list[_Record]:
-    places = [(_EMPTY, 0)] * len(spans)
-    for (start, _, members), (place, offset) in zip(groups, starts, strict=True):
-        for i in members:
-            places[i] = (place, offset + spans[i].start - start)
-    return [span.record(*place) for span, place in zip(spans, places, strict=True)]
-
-
-def _seal(payload: bytes, records: list[_Record], body: bytes | bytearray, writer: BlockWriter | None) -> Encoded:
-    """Make the header; one that is too large for a packet goes into the block and leaves its address."""
-    if writer is None:
-        return Encoded(pickle.dumps((payload, records, ()), 5), body)
-    used = {record[0] for record in records if record[0] >= 0}
-    if len(payload) + len(body) + _RECORD_BYTES * len(records) <= PACKET_MAX:
-        return Encoded(pickle.dumps((payload, records, writer.lend(used)), 5), body)
-    inner = pickle.dumps((payload, records), 5)
-    place, offset = writer.fill(ctypes.cast(inner, ctypes.c_void_p).value or 0, len(inner))
-    used.add(place)
-    return Encoded(pickle.dumps((None, (place, offset, len(inner)), writer.lend(used)), 5), body)
 
 
 def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None) -> Any:
@@ -300,27 +216,4 @@ def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None) -
     if not records:
         return pickle.loads(payload)
     views.append(body)  # records of inline data say place -1, and the last is what -1 means
-    return pickle.loads(payload, buffers=[_rebuild(views, record) for record in records])
-
-
-def _rebuild(views: Sequence[Any], record: _Record) -> Any:
-    place, offset, count, code, flags, shape, stride = record
-    if flags & _RAW:
-        # Through an array, which hides the view from the cyclic collector (see `memory.lease`).
-        return np.frombuffer(views[place], np.uint8, count, offset).data if count else bytearray()
-    dtype = _DTYPES[code]
-    if place == _EMPTY:
-        assert shape is not None
-        tensor = torch.empty(shape, dtype=dtype)
-        if stride is not None:
-            tensor = torch.empty_strided(shape, stride, dtype=dtype)
-    else:
-        tensor = torch.frombuffer(views[place], dtype=dtype, count=count, offset=offset)
-        # In place: `view` would make a view with a base, which autograd and users can tell from a tensor of its own.
-        if stride is not None:
-            tensor.as_strided_(shape, stride)
-        elif shape is not None:
-            tensor.resize_(shape)
-    if flags & _PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _GRAD))
-    return tensor.requires_grad_() if flags & _GRAD else tensor
+    return pickle.loads(payload, buffers=[rebuild(views, record) for record in records])

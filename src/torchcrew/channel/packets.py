@@ -26,6 +26,7 @@ from typing import Any
 from torchcrew.channel.message import PACKET_MAX, Encoder, decode
 from torchcrew.channel.writer import BlockWriter
 from torchcrew.memory.arena import Loan
+from torchcrew.memory.lease import SWEEP_EVERY, sweep_now_and_then
 
 __all__ = ("IndexReceiver", "IndexSender", "Receiver", "Sender", "seqpacket_pair")
 
@@ -68,7 +69,8 @@ class Sender:
             Exception: ``obj`` cannot be pickled; nothing was sent.
         """
         header, body = self._encode(obj)
-        self._sock.send(b"".join((_HEAD.pack(self._number, len(header)), header, body)))
+        packet = b"".join((_HEAD.pack(self._number, len(header)), header, body))
+        self._sock.send(packet, socket.MSG_NOSIGNAL)  # user code may have set SIGPIPE to its default, which kills
 
     def hung_up(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for the receiver to hang up or die."""
@@ -144,6 +146,8 @@ class Receiver:
                 raise Empty
             if [sender for sender in self.index_senders if not sender.flush()]:
                 left = _RETRY if left < 0 else min(left, _RETRY)
+            if sweep_now_and_then():  # the worker may wait for just these blocks
+                left = SWEEP_EVERY if left < 0 else min(left, SWEEP_EVERY)
             for fd, _ in sorted(self._epoll.poll(left), key=lambda event: event[0] in self._pidfds):
                 if fd not in self._pidfds:
                     with contextlib.suppress(BlockingIOError):
@@ -208,7 +212,7 @@ class IndexSender:
         """Send what waits, as far as the socket takes it; whether that was everything."""
         try:
             while self._backlog:
-                self._sock.send(self._backlog[0], socket.MSG_DONTWAIT)
+                self._sock.send(self._backlog[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 self._backlog.popleft()
         except BlockingIOError:
             return False
@@ -227,7 +231,7 @@ class IndexReceiver:
     def __init__(self, sock: socket.socket, spin: int = 0) -> None:
         self._sock = sock
         self._spin = spin
-        self._timeout = 0.0
+        self._timeout = -1.0
         self._parts = bytearray()
 
     def get(self, timeout: float) -> Any:
@@ -238,8 +242,9 @@ class IndexReceiver:
             EOFError: the sender is gone.
         """
         if timeout != self._timeout:
+            seconds = max(timeout, 1e-6)  # to the kernel 0 means for ever
             self._sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
             )
             self._timeout = timeout
         while True:

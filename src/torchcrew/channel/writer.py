@@ -8,7 +8,7 @@ that was too small; what is left over at the end is free again, and untouched pa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -74,18 +74,30 @@ class BlockWriter:
             block = self._owner.allocate(nbytes)
         return block
 
-    def expect(self, nbytes: int) -> None:
-        """Announce that ``nbytes`` more will be asked for, so that they come to lie in one block."""
-        with self._lock:
-            last = self._open[-1] if self._open else None
-            if last is None or last.block.nbytes - last.end < nbytes:
-                self._open.append(_Open(self._allocate(nbytes)))
+    def place(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Bring the bytes at each ``(address, nbytes)`` into the message, if they are not there yet.
 
-    def fill(self, source: int, nbytes: int) -> tuple[int, int]:
-        """Copy ``nbytes`` from the address ``source`` into the message."""
-        index, offset = self.reserve(nbytes)
-        libc.copy(self._open[index].block.address + offset, source, nbytes)
-        return index, offset
+        Returns:
+            For each the index of the block in this message and the offset in it.
+        """
+        places = [self.find(*range_) for range_ in ranges] if self._open else [None] * len(ranges)
+        missing = [
+            -(-nbytes // ALIGNMENT) * ALIGNMENT
+            for (_, nbytes), found in zip(ranges, places, strict=True)
+            if found is None
+        ]
+        if not missing:
+            return places  # type: ignore[return-value]
+        index, offset = self.reserve(sum(missing))
+        address = self._open[index].block.address
+        copied: list[tuple[int, int]] = []
+        for (start, nbytes), found in zip(ranges, places, strict=True):
+            if found is None:
+                found = index, offset
+                libc.copy(address + offset, start, nbytes)
+                offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            copied.append(found)
+        return copied
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Where in this message the bytes at ``address`` are, if they are in it."""

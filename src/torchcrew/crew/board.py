@@ -44,10 +44,10 @@ class WorkerCounters(NamedTuple):
     committed: int  # bytes of shared memory its arena takes
     items: int  # messages sent
     bytes: int  # in blocks
+    current: int  # number of the message it works on
     idle_ns: int
     busy_ns: int
     blocked_ns: int
-    current: int  # number of the message it works on
 
 
 class Board:

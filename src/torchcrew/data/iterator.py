@@ -54,7 +54,7 @@ class CrewIterator(torch_private.StockIterator):
         # torch opens a profiler span for every batch, which costs 6 us also when nobody profiles.
         if torch_private.profiler_enabled() or self._dataset_kind == torch_private.ITERABLE or not self._sampler_iter:
             return super().__next__()
-        data = self._next_data()
+        data = self._next_data()  # type: ignore[no-untyped-call]
         self._num_yielded += 1
         return data
 

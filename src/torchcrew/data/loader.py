@@ -19,8 +19,8 @@ class DataLoader(torch.utils.data.DataLoader[T]):
     """`torch.utils.data.DataLoader` on shared memory that is recycled: same batches, order, random draws and errors.
 
     A worker that dies raises stock's ``RuntimeError`` in ``next()`` at once; all processes below are gone within a
-    second of this one's death. Batches are views of shared memory: valid and writable for as long as anyone holds them, also
-    after the loader is closed. When all shared memory of the budget is held by the user, the next batch raises
+    second of this one's death. Batches are views of shared memory: valid and writable for as long as anyone holds
+    them, also after the loader is closed. When the user holds all shared memory of the budget, the next batch raises
     `torchcrew.errors.ArenaFull`; while the user is only slow, the workers wait.
 
     Args:

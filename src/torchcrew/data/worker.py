@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import pickle
 import signal
 import socket
 import time
@@ -97,8 +98,8 @@ class _Worker:
                 self.owner.committed,
                 self.items,
                 self.writer.bytes_sent,
-                *self.nanoseconds,  # type: ignore[call-arg]
-                current=self.current,
+                self.current,
+                *self.nanoseconds,
             ),
         )
 
@@ -188,9 +189,9 @@ class _ResultEnd:
         """What to send instead of something that cannot be pickled."""
         wrapper = torch_private.ExceptionWrapper
         if not isinstance(data, wrapper):
-            return wrapper(where=f"in DataLoader worker process {self._worker.ends.number}")
-        # An exception whose class the user's process cannot import: its nearest base that it can.
-        data.exc_type = next(kind for kind in data.exc_type.__mro__ if kind.__module__ == "builtins")
+            return wrapper(where=f"in DataLoader worker process {self._worker.ends.number}")  # type: ignore[no-untyped-call]
+        # An exception of a class that the user's process cannot import: say it with the nearest base that it can.
+        data.exc_type = next(kind for kind in data.exc_type.__mro__ if _importable(kind))
         return data
 
     def cancel_join_thread(self) -> None:
@@ -198,6 +199,14 @@ class _ResultEnd:
 
     def close(self) -> None:
         self._worker.ends.results.close()
+
+
+def _importable(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return True
 
 
 class _DoneEnd:

@@ -5,10 +5,12 @@
                  └─ weak ── Lease ── when the view dies: table[slot] = FREE
 
 Returning a block is one store. It happens in garbage collection, in any thread, anywhere: no lock, no system call, no
-exception. (Tensors and arrays hold the view from C, where the cyclic collector does not look, so it never takes the view
-for garbage before the last of them is freed.) After a fork, parent and child see the same memory, so a block that was on lease at the fork is handed back
-only when the parent's views are gone *and* the child is: the child holds the write end of a pipe (a `_Witness`) which
-the kernel closes for it, and for its own children, however they end. The child's own copies of the leases do nothing.
+exception. (Tensors and arrays hold the view from C, where the cyclic collector does not look: it never takes the view
+for garbage before the last of them is freed.)
+
+After a fork, parent and child see the same memory, so a block that was on lease at the fork is handed back only when
+the parent's views are gone *and* the child is: the child holds the write end of a pipe (a `_Witness`) which the kernel
+closes for it, and for its own children, however they end. The child's own copies of the leases do nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import contextlib
 import os
 import select
 import threading
+import time
 import weakref
 from typing import Any
 
-__all__ = ("FREE", "ON_LOAN", "UNUSED", "Lease", "open_leases", "sweep")
+__all__ = ("FREE", "ON_LOAN", "SWEEP_EVERY", "UNUSED", "Lease", "open_leases", "sweep", "sweep_now_and_then")
 
 #: States of a slot. The consumer writes FREE only, the owner everything else.
 FREE, ON_LOAN, UNUSED = 0, 1, 2
+#: Seconds between two looks at forked children: each costs a system call per child, and they live long (workers do).
+SWEEP_EVERY = 0.05
 
 
 class _Witness:
@@ -76,8 +81,8 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
         self.nbytes = nbytes
         self.witnesses: tuple[_Witness, ...] = ()
         _open[id(self)] = self
-        if _witnesses or _deferred:
-            sweep()
+        if _deferred:
+            sweep_now_and_then()
 
     __hash__ = object.__hash__
 
@@ -89,6 +94,7 @@ _open: dict[int, Lease] = {}
 _deferred: list[Lease] = []
 _witnesses: list[_Witness] = []
 _forking = threading.local()
+_swept = 0.0
 #: Not for finalizers, which take no lock: one thread at a time sweeps, so that no slot is handed back twice. Reentrant,
 #: as a signal handler may receive a batch.
 _sweeping = threading.RLock()
@@ -109,6 +115,15 @@ def open_leases(arena: Any) -> list[tuple[int, int, int]]:
         sweep()
         leases = {id(lease): lease for lease in (*list(_open.values()), *list(_deferred))}
     return [(lease.slot, lease.offset, lease.nbytes) for lease in leases.values() if lease.arena is arena]
+
+
+def sweep_now_and_then() -> bool:
+    """`sweep` if the last one is `SWEEP_EVERY` seconds ago; whether blocks still wait for a forked child to end."""
+    global _swept
+    if _deferred and time.monotonic() - _swept > SWEEP_EVERY:
+        _swept = time.monotonic()
+        sweep()
+    return bool(_deferred)
 
 
 def sweep() -> None:

@@ -309,14 +309,16 @@ def kill_at_random(
     """
     draw = random.Random(seed)
     end = time.monotonic() + deadline
-    killed: list[int] = []
+    killed: list[ProcessInfo] = []
     wait = draw.uniform(0.0, longest_wait)
     while len(killed) < times and time.monotonic() < end:
         time.sleep(min(wait, max(0.0, end - time.monotonic())))
-        candidates = [info for info in map(procfs.read_process, sorted(pid_source())) if info and not info.is_zombie]
+        # A busy machine takes its time to end a killed process, which looks alive until then.
+        living = [info for info in map(procfs.read_process, sorted(pid_source())) if info and not info.is_zombie]
+        candidates = [info for info in living if info not in killed]
         if candidates and _kill_process(victim := draw.choice(candidates)):
-            killed.append(victim.pid)
+            killed.append(victim)
             wait = draw.uniform(0.0, longest_wait)
         else:
             wait = PAUSE / 10
-    return tuple(killed)
+    return tuple(victim.pid for victim in killed)

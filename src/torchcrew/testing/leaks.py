@@ -8,8 +8,8 @@ A snapshot is taken from `/proc` and costs about two milliseconds in a process w
 need moments to vanish and garbage cycles keep descriptors open, so `settle` and `assert_no_leaks` look again, with
 `gc.collect()`, until nothing is left or a deadline has passed.
 
-Some things are started once and meant to stay (`PERMANENT` has the list with the reasons); they are told from leaks by
-asking their owner (which pid, which descriptor), never by their name alone.
+Some things are meant to stay (`PERMANENT` has the reasons); they are told from leaks by asking their owner for the pid
+and the descriptor, never by their name alone.
 """
 
 from __future__ import annotations
@@ -176,11 +176,9 @@ def snapshot() -> Snapshot:
 def _threads() -> Iterator[Thread]:
     named = {thread.native_id: thread.name for thread in threading.enumerate()}
     for tid in map(int, os.listdir("/proc/self/task")):
-        if tid in named:
-            yield Thread(tid, named[tid], is_python=True)
-            continue
         with contextlib.suppress(OSError):
-            yield Thread(tid, Path(f"/proc/self/task/{tid}/comm").read_text().strip(), is_python=False)
+            name = named.get(tid) or Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+            yield Thread(tid, name, is_python=tid in named)
 
 
 def _descriptors() -> Iterator[Descriptor]:
@@ -259,15 +257,10 @@ def compare(before: Snapshot, after: Snapshot, allow: Collection[str] = tuple(PE
 def _compare_names(before: Snapshot, after: Snapshot) -> list[str]:
     """Compare what has a name in /dev/shm, which all programs of the machine share."""
     ours = {os.getpid(), *(process.pid for process in after.processes)}
-    return [
-        f"{kind}: {SHM}{name}"
-        for kind, names in (
-            ("shared memory", after.shared_files - before.shared_files),
-            ("semaphore", after.semaphores - before.semaphores),
-        )
-        for name in sorted(names)
-        if not _is_of_others(name, ours)
-    ]
+    files = sorted(after.shared_files - before.shared_files)
+    semaphores = sorted(after.semaphores - before.semaphores)
+    found = [f"shared memory: {SHM}{name}" for name in files if not _is_of_others(name, ours)]
+    return found + [f"semaphore: {SHM}{name}" for name in semaphores if not _is_of_others(name, ours)]
 
 
 def _is_of_others(name: str, ours: Collection[int]) -> bool:
@@ -275,20 +268,26 @@ def _is_of_others(name: str, ours: Collection[int]) -> bool:
     maker = re.match(r"torch_(\d+)_", name)
     if maker and int(maker[1]) not in ours and os.path.exists(f"/proc/{maker[1]}"):
         return True
-    holders = {pid for pid in procfs.pids() if _holds(pid, f"{SHM}{name}")}
-    if holders:
-        return holders.isdisjoint(ours)
-    return not os.path.lexists(f"{SHM}{name}")
+    try:
+        holders = {pid for pid in procfs.pids() if _holds(pid, os.stat(f"{SHM}{name}"))}
+    except FileNotFoundError:
+        return True
+    return bool(holders) and holders.isdisjoint(ours)
 
 
-def _holds(pid: int, path: str) -> bool:
-    """Whether a process has this file mapped or open, as far as we may see it."""
+def _holds(pid: int, file: os.stat_result) -> bool:
+    """Whether a process has this file mapped or open, as far as we may see it.
+
+    By its number: glibc makes a semaphore under another name first, and /proc goes on showing that one.
+    """
+    mark = f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} ".encode()
     with contextlib.suppress(OSError):
-        if f"{path}\n".encode() in Path(f"/proc/{pid}/maps").read_bytes():
+        if mark in Path(f"/proc/{pid}/maps").read_bytes():
             return True
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{number}") == path:
+                place = f"/proc/{pid}/fd/{number}"
+                if os.readlink(place).startswith(SHM) and os.path.samestat(os.stat(place), file):
                     return True
     return False
 
