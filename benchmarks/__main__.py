@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,9 @@ def main() -> int:
         console.rule(name)
         command = [sys.executable, "-m", f"benchmarks.{name}", "--repeats", str(options.repeats)]
         command += ["--out", str(options.out.resolve())]
-        if subprocess.run(command, cwd=ROOT, timeout=DEADLINE, check=False).returncode:
-            failed.append(name)
+        code = subprocess.run(command, cwd=ROOT, timeout=DEADLINE, check=False).returncode
+        if code:
+            failed.append(f"{name} ({signal.Signals(-code).name if code < 0 else code})")
     pictures = plots.ASSETS if options.out.resolve() == RESULTS else options.out
     plots.draw_all(options.out, pictures)
     if failed:

@@ -12,9 +12,11 @@ SPDL is measured where it is installed: ``pip install --no-deps spdl-core==0.8.0
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ MISSING = "SPDL is not installed (pip install --no-deps spdl-core==0.8.0): not c
 
 def main() -> None:
     bench = harness.Benchmark("large_batches", str(__doc__))
+    _silence_resource_tracker()
     bench.add(
         _row(
             bench,
@@ -114,6 +117,21 @@ def _spdl_pipeline(dataset: Images, batch: int, nbytes: int) -> Iterable[Any]:
         timeout=60,
     )
     return pipeline
+
+
+def _silence_resource_tracker() -> None:
+    """Start Python's resource tracker without a voice.
+
+    Both of SPDL's processes unregister each segment, and the tracker prints a traceback for every second time.
+    """
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        resource_tracker.ensure_running()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _fetch(dataset: Images, indices: list[int]) -> Any:

@@ -227,12 +227,14 @@ def test_a_stock_loader_runs_on_our_engine_and_is_reported(tmp_path):
         if __name__ == "__main__":
             loader = DataLoader(Squares(), batch_size=8, num_workers=2)
             assert [int(b[0, 0, 0]) for _ in range(2) for b in loader] == [(8 * k) ** 2 for k in range(8)] * 2
-            print(type(iter(loader)).__module__.split(".")[0])
+            iterator = iter(loader)
+            assert len(list(iterator)) == 8
+            print(type(iterator).__module__.split(".")[0])
         """,
     )
     done = run("program.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "torchcrew\n"), done.stderr
-    assert re.search(r"Squares +16 ", done.stderr), done.stderr
+    assert re.search(r"Squares +×2 +24 ", done.stderr), done.stderr
     assert "→" in done.stderr
 
 

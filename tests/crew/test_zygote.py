@@ -104,8 +104,9 @@ def reported(ctx: Any, *, daemon: bool = False) -> dict[str, Any]:
     queue = ctx.SimpleQueue()
     process = ctx.Process(target=cases.report, args=(queue,), name="a name", daemon=daemon)
     process.start()
+    assert queue._reader.poll(20)
     found: dict[str, Any] = queue.get()
-    process.join(30)
+    process.join(20)
     assert process.exitcode == 0
     return found
 
@@ -216,7 +217,7 @@ def test_the_primitives_of_the_context(ctx: Any) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-@pytest.mark.parametrize("kind", ["connection", "socket", "tensor", "shared tensor", "many descriptors", "large"])
+@pytest.mark.parametrize("kind", ["connection", "socket", "tensor", "many descriptors", "large"])
 def test_what_travels_with_a_process(ctx: Any, kind: str) -> None:
     """Descriptors and large arguments arrive, as `reduction.DupFd` and pickle promise."""
     ours, theirs = ctx.Pipe()
@@ -244,19 +245,19 @@ def test_what_travels_with_a_process(ctx: Any, kind: str) -> None:
         elif kind == "large":
             held = expected = os.urandom(1 << 20) * 40
         else:
-            held = expected = torch.arange(1000)
-            if kind == "shared tensor":
-                held.share_memory_()
+            held = torch.arange(1000).share_memory_()
+            expected = held.tolist()
         process = ctx.Process(target=cases.echo, args=(theirs, held if kind != "many descriptors" else len(held)))
         if kind == "many descriptors":
             process = ctx.Process(target=cases.nothing, args=(held,))
         process.start()
         if kind != "many descriptors":
             assert ours.poll(20)
-            found = ours.recv()
-            assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+            assert ours.recv() == expected
         process.join(20)
         assert process.exitcode == 0
+        if kind == "tensor":
+            assert held[0] == -1  # shared, not copied
 
 
 def test_processes_draw_different_random_numbers_as_spawned_ones_do(ctx: Any) -> None:
@@ -289,7 +290,7 @@ def test_thread_pools_work_in_children(ctx: Any) -> None:
 def test_an_unpicklable_process_fails_in_the_parent(ctx: Any) -> None:
     """As with spawn, before anything was started."""
     fds = len(os.listdir("/proc/self/fd"))
-    with pytest.raises((AttributeError, TypeError, multiprocessing.ProcessError, Exception), match="pickle|local"):
+    with pytest.raises(Exception, match=r"[Pp]ickl|local"):
         ctx.Process(target=lambda: None).start()
     assert len(os.listdir("/proc/self/fd")) == fds
 
@@ -498,7 +499,8 @@ def test_other_ways_to_run_a_program(tmp_path: Path) -> None:
     )
     inline = (
         "import os; from torchcrew.crew import zygote; "
-        "p = zygote.get_context().Process(target=os.write, args=(1, b'hello ')); p.start(); p.join(30); print(p.exitcode)"
+        "p = zygote.get_context().Process(target=os.write, args=(1, b'hello ')); p.start(); p.join(30); "
+        "print(p.exitcode)"
     )
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
 

@@ -53,7 +53,7 @@ def report(queue: Any) -> None:
             ],
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             "threads": torch.get_num_threads(),
-            "interpreter": (sys.flags, sys.warnoptions, sys._xoptions),
+            "interpreter": (str(sys.flags), sys.warnoptions, sys._xoptions),
             "finalizers": len(multiprocessing_util._finalizer_registry),  # type: ignore[attr-defined]
         }
     )
@@ -88,6 +88,9 @@ def echo(connection: Any, held: Any) -> None:
         connection.send(held.recv(100))
     elif hasattr(held, "recv"):
         connection.send(held.recv())
+    elif hasattr(held, "tolist"):
+        connection.send(held.tolist())
+        held[0] = -1
     else:
         connection.send(held)
     connection.close()

@@ -174,28 +174,27 @@ class Describer:
         told: dict[str, Any] = {
             "type": _type(tensor),
             "dtype": str(tensor.dtype),
-            "shape": tuple(tensor.shape),
             "layout": str(tensor.layout),
             "device": str(tensor.device),
             "requires_grad": tensor.requires_grad,
             "leaf": tensor.is_leaf,
-            "grad": tensor.grad is not None if tensor.is_leaf else None,
-            "bits": (tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.is_pinned()),
+            "bits": (tensor.is_conj(), tensor.is_neg(), tensor.is_inference()),
             "attributes": self._attributes(tensor),
         }
-        plain = tensor.detach().as_subclass(torch.Tensor)
+        plain = tensor.detach()
+        if plain.is_nested:
+            return {**told, "parts": [self._tensor(part) for part in plain.unbind()]}
+        told["shape"] = tuple(plain.shape)
         if plain.layout is torch.sparse_coo:
             told["parts"] = [self._tensor(plain._indices()), self._tensor(plain._values()), plain.is_coalesced()]
         elif plain.layout is torch.sparse_csr:
-            parts = (plain.crow_indices(), plain.col_indices(), plain.values())
-            told["parts"] = [self._tensor(part) for part in parts]
+            told["parts"] = [self._tensor(one) for one in (plain.crow_indices(), plain.col_indices(), plain.values())]
         elif plain.is_quantized:
-            told["parts"] = [self._tensor(plain.int_repr()), str(plain.qscheme()), plain.stride()]
-        elif plain.is_nested:
-            told["parts"] = [self._tensor(part) for part in plain.unbind()]
+            told["parts"] = [self._tensor(plain.int_repr()), repr(plain), plain.stride()]
         else:
+            plain = plain.as_subclass(torch.Tensor)
             told["stride"] = plain.stride()
-            told["values"] = _content(_bytes(plain))
+            told["values"] = "meta" if plain.is_meta else _content(_bytes(plain))
         return told
 
     def _array(self, array: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -219,7 +218,9 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def overlaps(tensors: list[torch.Tensor]) -> list[tuple[int, int, int, int]]:
     """Which tensors share memory: (i, j, elements in common, bytes from i's first element to j's)."""
-    strided = {i: t for i, t in enumerate(tensors) if t.layout is torch.strided and not t.is_nested}
+    strided = {
+        i: t for i, t in enumerate(tensors) if t.layout is torch.strided and not (t.is_nested or t.is_meta)
+    }
     spots = {i: _addresses(t) for i, t in strided.items() if 0 < t.numel() <= OVERLAP_ELEMENTS}
     found = []
     for (i, mine), (j, its) in itertools.combinations(spots.items(), 2):
@@ -294,17 +295,15 @@ def steps(iterable: Iterable[Any], limit: int = 100, errors: int = 3, with_rng: 
             break
         except Exception as error:
             noted.append(("raises", describe_exception(error), state()))
+            # An exception and the frames that it passed hold each other, and the iterator with them. Left to the cycle
+            # collector, stock's queues are finalized before its iterator, whose join then waits for its full 5 s.
+            error.__traceback__ = None
             errors -= 1
             if errors < 0:
                 break
         else:
             noted.append(("batch", describe(batch), state()))
             del batch
-    # An exception and the frames it passed hold each other, and with them the iterator; left to chance, it would be
-    # collected in the next forked worker.
-    del iterator, iterable
-    if any(note[0] == "raises" for note in noted):
-        gc.collect()
     return noted
 
 

@@ -146,7 +146,7 @@ class Encoder:
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.is_shared():
             return reductions.reduce_storage(storage)
-        return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
+        return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage),)
 
     def _copy(self, spans: list[Span]) -> tuple[bytes | bytearray, list[Place]]:
         """Put the data where it travels: inline, or in the writer's blocks; returns the inline data and the places."""

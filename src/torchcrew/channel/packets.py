@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
 
@@ -106,7 +106,7 @@ class Receiver:
         self.on_wait: Callable[[bool], None] = lambda begins: None
         self._buffer = bytearray(PACKET_MAX + INLINE_SLACK)
         self._view = memoryview(self._buffer)
-        self.index_senders: list[IndexSender] = []
+        self.index_senders: Sequence[IndexSender] = ()
 
     def watch(self, number: int, pid: int) -> None:
         """Notice the death of worker ``number``."""

@@ -43,12 +43,12 @@ class Span:
         if type(item) is pickle.PickleBuffer:
             self._lay_out_buffer(item.raw())
             return
-        if item.is_conj() or item.is_neg():
-            item = item.resolve_conj().resolve_neg()
         self.dtype = _DTYPE_CODES[item.dtype]
         self.flags = _GRAD if item.requires_grad else 0
         if type(item) is torch.nn.Parameter:
             self.flags |= _PARAMETER
+        if item.is_conj() or item.is_neg():
+            item = item.detach().resolve_conj().resolve_neg()
         self._lay_out(item)
 
     def _lay_out_buffer(self, raw: memoryview) -> None:
@@ -142,9 +142,10 @@ def rebuild(views: Sequence[Any], record: Record) -> Any:
     dtype = _DTYPES[code]
     if index == EMPTY:
         assert shape is not None
-        tensor = torch.empty(shape, dtype=dtype)
+        # The device is said because the user's process may have another default.
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if stride is not None:
-            tensor = torch.empty_strided(shape, stride, dtype=dtype)
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
         tensor = torch.frombuffer(views[index], dtype=dtype, count=count, offset=offset)
         # In place: `view` would make a view with a base, which autograd and users can tell from a tensor of its own.

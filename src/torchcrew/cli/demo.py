@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import chain
@@ -29,8 +30,11 @@ from torchcrew.cli.report import format_bytes, format_seconds
 __all__ = ("demo_command",)
 
 SEED = 2024
-MEMORY_EPOCHS = 3
+MEMORY_EPOCHS = 2
 """Epochs of the runs for memory, which is level from the second epoch on."""
+ROUNDS = 2
+SECOND_ROUND_S = 25.0
+"""Without --rounds, a first round that took longer is the only one: the demo stays short on a busy machine, too."""
 NOTE_WIDTH = 28
 """Characters, so that the clock beside the notes stands still."""
 NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
@@ -39,7 +43,10 @@ NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 def demo_command(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training run.")] = 8,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes of each loader.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each engine, alternating; the table shows medians.")] = 2,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs of each engine, alternating; the table shows medians. 2, on a busy machine 1."),
+    ] = None,
     output: Annotated[Path, typer.Option(dir_okay=False, help="Where the plot goes.")] = Path("torchcrew-demo.png"),
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Also write every figure of every run here.")
@@ -68,7 +75,7 @@ def demo_command(
     draw(summaries, runs, memory_runs, title, output)
     console.print(f"  plot: {output}")
     if json_file is not None:
-        options = {"epochs": epochs, "workers": workers, "rounds": rounds, "seed": SEED}
+        options = {"epochs": epochs, "workers": workers, "rounds": len(runs["stock"]), "seed": SEED}
         all_runs = [*chain.from_iterable(runs.values()), *memory_runs.values()]
         json_file.write_text(json.dumps(_document(options, summaries, all_runs, same), indent=1) + "\n")
         console.print(f"  figures: {json_file}")
@@ -84,7 +91,9 @@ def _check_requirements(console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _run_all(console: Console, epochs: int, workers: int, rounds: int) -> tuple[dict[str, list[Run]], dict[str, Run]]:
+def _run_all(
+    console: Console, epochs: int, workers: int, rounds: int | None
+) -> tuple[dict[str, list[Run]], dict[str, Run]]:
     """The runs for time and the runs for memory, of each engine."""
     console.print("[bold]torchcrew demo[/]: a small CNN learns scikit-learn's 1,797 handwritten digits")
     with console.status("reading the digits"):
@@ -102,7 +111,7 @@ def _run_all(console: Console, epochs: int, workers: int, rounds: int) -> tuple[
     with Progress(*columns, console=console) as progress:
 
         def run(engine: str, what: str, epochs: int, sample_memory: bool) -> Run:
-            task = progress.add_task(f"{engine:<9} {what:<6}", total=None, note="starting")
+            task = progress.add_task(f"{engine:<9} {what:<7}", total=None, note="starting")
             spec = {"engine": engine, "epochs": epochs, "workers": workers, "seed": SEED}
             done = run_once(spec, digits, _follow(progress, task), sample_memory=sample_memory)
             note = f"{done.images_per_s:,.0f} images/s, waited {done.wait_share:.0%}"
@@ -112,9 +121,13 @@ def _run_all(console: Console, epochs: int, workers: int, rounds: int) -> tuple[
             progress.stop_task(task)
             return done
 
-        for number in range(1, rounds + 1):
+        started = time.monotonic()
+        for number in range(1, (rounds or ROUNDS) + 1):
+            if rounds is None and number > 1 and time.monotonic() - started > SECOND_ROUND_S:
+                progress.console.print("  this machine is busy: one round only, so take the times with care")
+                break
             for engine in ENGINES:
-                runs[engine].append(run(engine, f"{number}/{rounds}", epochs, sample_memory=False))
+                runs[engine].append(run(engine, f"round {number}", epochs, sample_memory=False))
         for engine in ENGINES:
             memory_runs[engine] = run(engine, "memory", min(epochs, MEMORY_EPOCHS), sample_memory=True)
     return runs, memory_runs
@@ -180,7 +193,12 @@ def _document(
     """What ``--json`` writes."""
     from importlib.metadata import version
 
-    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": version("torch")}
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
     return {
         "options": options,
         "machine": machine,

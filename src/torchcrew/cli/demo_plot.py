@@ -72,12 +72,11 @@ def _bars(axes: Any, title: str, values: dict[str, float], text: str) -> None:
 
 
 def _losses(axes: Any, runs: dict[str, list[Run]]) -> None:
-    """Each engine's median run: the same values, at other times."""
     for name, of_engine in runs.items():
-        run = sorted(of_engine, key=lambda run: run.images_per_s)[len(of_engine) // 2]
-        times = [at - run.result["started_at"] for at in run.result["loss_at"]]
-        axes.plot(times, _smooth(run.result["losses"]), color=COLOURS[name], linewidth=2)
-        axes.axvline(run.result["train_s"], color=COLOURS[name], linewidth=1, linestyle=(0, (4, 3)))
+        for run in of_engine:
+            times = [at - run.result["started_at"] for at in run.result["loss_at"]]
+            axes.plot(times, _smooth(run.result["losses"]), color=COLOURS[name], linewidth=1.6)
+            axes.plot(times[-1], _smooth(run.result["losses"])[-1], "o", color=COLOURS[name], markersize=5)
     axes.set_title("Training loss: the same values, at other times")
     _frame(axes, "seconds")
 

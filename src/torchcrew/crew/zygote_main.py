@@ -421,11 +421,11 @@ def _forget_the_zygotes_past() -> None:
 
 
 def _restore_streams() -> None:
-    """Buffer the standard streams as a new interpreter would for the files they now write to."""
-    streams: tuple[tuple[int, Any], ...] = ((1, sys.stdout), (2, sys.stderr))
-    for number, stream in streams:
+    """Buffer standard output as a new interpreter would for the file it now writes to."""
+    stream: Any = sys.stdout
+    if not sys.flags.unbuffered:
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(line_buffering=number == 2 or os.isatty(number))
+            stream.reconfigure(line_buffering=os.isatty(1))
 
 
 def _to_devnull(*numbers: int) -> None:
@@ -498,7 +498,8 @@ def main(control: socket.socket, user: int, preload: tuple[str, ...]) -> NoRetur
     with open("/proc/self/comm") as file:
         comm = file.read().strip()
     _set_comm("torchcrew-zygot")
-    sys.modules["__main__"] = types.ModuleType("__main__")  # as empty as a spawned process's
+    # As empty as a spawned process's; `multiprocessing` makes the second name when it is imported.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     nofile = resource.getrlimit(resource.RLIMIT_NOFILE)
     _raise_nofile()
     from torchcrew.crew import zygote

@@ -9,7 +9,7 @@ from typing import Any
 import torch.multiprocessing
 
 from torchcrew import torch_private
-from torchcrew.crew.board import ANYTHING, NOTHING
+from torchcrew.crew.board import ANYTHING, NOTHING, Board
 from torchcrew.data.stats import LoaderRecord, record_of
 from torchcrew.data.transport import Transport
 from torchcrew.memory.limits import default_budget, parse_bytes
@@ -28,6 +28,24 @@ class _LoaderView:
         return getattr(self._loader, name)
 
 
+class _Waiting:
+    """Told when the training loop (or torch's pinning thread) begins and ends to wait for a worker."""
+
+    def __init__(self, board: Board, record: LoaderRecord) -> None:
+        self._board = board
+        self._record = record
+        self._began = 0
+        self.wanted = NOTHING
+
+    def __call__(self, begins: bool) -> None:
+        if begins:
+            self._board.want(self.wanted)
+            self._began = time.perf_counter_ns()
+        else:
+            self._board.want(NOTHING)
+            self._record.waited(self._began, time.perf_counter_ns())
+
+
 class CrewIterator(torch_private.StockIterator):
     """Iterates over a loader's batches; see `torchcrew.data.DataLoader`."""
 
@@ -38,7 +56,7 @@ class CrewIterator(torch_private.StockIterator):
         self._transport = Transport(
             context, loader.num_workers, default_budget() if budget is None else parse_bytes(budget)
         )
-        self._transport.receiver.on_wait = self._on_wait
+        self._waiting = self._transport.receiver.on_wait = _Waiting(self._transport.board, self._record)
         try:
             super().__init__(_LoaderView(loader, self._transport))
             self._transport.watch_started()
@@ -58,14 +76,9 @@ class CrewIterator(torch_private.StockIterator):
         self._num_yielded += 1
         return data
 
-    def _on_wait(self, begins: bool) -> None:
-        """The training loop (or the pinning thread) begins or ends to wait for a worker."""
-        if begins:
-            self._transport.board.want(self._rcvd_idx if self._in_order else ANYTHING)
-            self._wait_began = time.perf_counter_ns()
-        else:
-            self._transport.board.want(NOTHING)
-            self._record.waited(self._wait_began, time.perf_counter_ns())
+    def _get_data(self) -> Any:
+        self._waiting.wanted = self._rcvd_idx if self._in_order else ANYTHING
+        return super()._get_data()  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:
         if os.getpid() != self._transport.pid or torch_private.python_is_exiting():
@@ -73,6 +86,8 @@ class CrewIterator(torch_private.StockIterator):
         self._end_workers()
 
     def _end_workers(self) -> None:
+        if self._transport.closed:
+            return  # `__del__` comes again; in a garbage cycle the board's memory may be gone by then
         self._transport.hang_up()
         try:
             if hasattr(self, "_shutdown"):

@@ -30,6 +30,7 @@ class DataLoader(torch.utils.data.DataLoader[T]):
         memory_budget: bytes (or "2GB", "512MiB") of shared memory that the batches of one iterator may take: those
             being made, on their way, and held by the user. Default: the variable ``TORCHCREW_BUDGET``, or half of the
             memory limit.
+        newer: options of releases of torch that this one does not know are passed on.
 
     Raises:
         ValueError: stock's texts for stock's options; for ours the text names the option and what it allows.
@@ -51,8 +52,12 @@ class DataLoader(torch.utils.data.DataLoader[T]):
         multiprocessing_context: Any = None,
         generator: Any = None,
         *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
         memory_budget: int | str | None = None,
-        **options: Any,
+        **newer: Any,
     ) -> None:
         if memory_budget is not None:
             parse_bytes(memory_budget)
@@ -71,7 +76,11 @@ class DataLoader(torch.utils.data.DataLoader[T]):
             worker_init_fn,
             multiprocessing_context,
             generator,
-            **options,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            **newer,
         )
 
     @property

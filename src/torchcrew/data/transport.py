@@ -11,6 +11,7 @@ Closing    `close`, after the workers have ended: sockets and descriptors go, ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -86,15 +87,25 @@ class Transport:
         received, self._sent = seqpacket_pair()
         # Looking before sleeping pays where the trainer and every worker have a core of their own.
         self._spin = SPIN if usable_cores() > workers else 0
-        self.receiver = Receiver(received, self._lease, self._died, self._spin)
-        self._results: _Results | None = None
         self._arenas: list[Arena] = []
         self._processes: list[Any] = []
+        self._senders: list[_Indices] = []
+        # Nothing that the receiver or the exit handler holds may hold the iterator: like stock's, it ends its workers
+        # the moment its last reference is gone, not when the cyclic collector comes by.
+        self.receiver = Receiver(
+            received,
+            functools.partial(_lease, self._arenas),
+            functools.partial(_died, self._processes, self._senders),
+            self._spin,
+        )
+        self.receiver.index_senders = self._senders
+        self._results: _Results | None = None
         self._worker_ends: list[WorkerEnds] = []
         self._watched = 0
-        self._closed = False
-        # At exit the standard library terminates daemons and waits for them; a stopped one must be able to obey.
-        util.Finalize(self, _continue, args=(self._processes,), exitpriority=10)
+        self.closed = False
+        self._resources: list[Any] = [self.receiver, self._sent, self.board]
+        # At exit the standard library terminates daemons and waits for them: before that, ours can be reached and go.
+        self._at_exit = util.Finalize(self, _let_go, args=(self._processes, self._resources), exitpriority=10)
 
     # What torch's iterator calls ------------------------------------------------------------------------------------
 
@@ -105,9 +116,10 @@ class Transport:
             return self._results
         self.watch_started()
         theirs, ours = seqpacket_pair()
-        self.receiver.index_senders.append(_Indices(ours))
+        self._senders.append(_Indices(ours))
+        self._resources += (self._senders[-1], theirs)
         self._worker_ends.append(self._ends(len(self._worker_ends), theirs))
-        return self.receiver.index_senders[-1]
+        return self._senders[-1]
 
     def Event(self) -> Any:
         """The event that ends the workers."""
@@ -125,7 +137,7 @@ class Transport:
 
     def _ends(self, number: int, indices: Any) -> WorkerEnds:
         arena = pool.take()
-        inherited = [self.receiver, *self.receiver.index_senders, *self._arenas]
+        inherited = [self.receiver, *self._senders, *self._arenas]
         self._arenas.append(arena)
         return WorkerEnds(
             number=number,
@@ -154,14 +166,6 @@ class Transport:
             self.receiver.watch(number, process.pid)
             self._worker_ends[number].indices.close()
 
-    def _lease(self, number: int, loan: Loan) -> Any:
-        return self._arenas[number].lease(loan)
-
-    def _died(self, number: int) -> bool:
-        # Not every start method has the exit status ready the moment the process is gone.
-        self._processes[number].join(1.0)
-        return not self.receiver.index_senders[number].ended
-
     def hang_up(self) -> None:
         """Before the workers are asked to end: wake those that wait for us."""
         self.board.want(NOTHING)
@@ -170,9 +174,9 @@ class Transport:
 
     def close(self) -> None:
         """After the workers were asked to end: kill what did not, give everything back. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         arenas = self._arenas
         for number, process in enumerate(self._processes[: self._watched]):
             if process.is_alive():
@@ -181,14 +185,26 @@ class Transport:
                 if process.is_alive():  # the kernel cannot end it now: it is not waited for, and keeps its arena
                     arenas = [arena for arena in arenas if arena is not self._arenas[number]]
             guardian.forget(process.pid)
-        self.receiver.close()
-        self._sent.close()
-        for sender in self.receiver.index_senders:
-            sender.close()
-        for ends in self._worker_ends:
-            ends.indices.close()
-        self.board.close()
+        self._at_exit()
         pool.put_back(arenas)
+
+
+def _lease(arenas: list[Arena], number: int, loan: Loan) -> Any:
+    return arenas[number].lease(loan)
+
+
+def _died(processes: list[Any], senders: list[_Indices], number: int) -> bool:
+    """Whether worker ``number``, which is gone, was not asked to go."""
+    # Not every start method has the exit status ready the moment the process is gone.
+    processes[number].join(1.0)
+    return not senders[number].ended
+
+
+def _let_go(processes: list[Any], resources: list[Any]) -> None:
+    """Close our ends of everything; workers that are still there see that, and can."""
+    _continue(processes)
+    for resource in resources:
+        resource.close()
 
 
 def _continue(processes: list[Any]) -> None:

@@ -158,8 +158,8 @@ class _IndexEnd:
         try:
             item = self._worker.receiver.get(timeout)
         except EOFError:
-            # The user's process is gone. Leave quietly: there is nobody to tell.
-            raise SystemExit(1) from None
+            # The user is gone, or is exiting. Leave quietly, as torch does: there is nobody to tell.
+            raise SystemExit(0) from None
         if type(item) is tuple:
             self._worker.current = item[0]
         self._worker.enter(State.BUSY)

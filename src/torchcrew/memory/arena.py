@@ -31,7 +31,7 @@ from torchcrew.memory.limits import file_size_limit
 from torchcrew.memory.mapping import Mapping, round_block
 from torchcrew.memory.ranges import Ranges
 
-__all__ = ("SLOTS", "Arena", "ArenaOwner", "Block", "Loan")
+__all__ = ("SLOTS", "Arena", "ArenaOwner", "Block", "Loan", "make_memfd")
 
 #: Blocks that can be on loan at once; a byte each, and only touched pages exist.
 SLOTS = 1 << 20

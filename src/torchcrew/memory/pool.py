@@ -10,6 +10,7 @@ import os
 import threading
 
 from torchcrew.memory.arena import Arena
+from torchcrew.memory.lease import sweep
 from torchcrew.memory.limits import default_budget
 
 __all__ = ("idle_bytes", "put_back", "take", "trim")
@@ -35,6 +36,7 @@ def take() -> Arena:
 
 def put_back(arenas: list[Arena]) -> None:
     """Keep ``arenas`` for the next workers, as far as the bounds allow; their workers must be gone."""
+    sweep()  # the workers may have been the last that saw some blocks
     limit = min(IDLE_MAX, int(default_budget() * IDLE_SHARE))
     with _lock:
         # Reversed, so that the first worker of the next epoch gets the arena of the first worker of this one.
