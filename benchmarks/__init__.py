@@ -6,7 +6,7 @@
     make bench                              the first, in the project's own environment
 
 What is timed, how it is checked and what stands in the JSON is told in `benchmarks.harness`. Results are in
-``benchmarks/results/NAME.json``; the tables of the README and the guide are made from them by ``tools/readme_table.py``.
+``benchmarks/results/NAME.json``; ``tools/readme_table.py`` makes the tables of the README and the guide from them.
 The SPDL peer is measured where ``spdl-core`` 0.8 is installed (``pip install --no-deps spdl-core==0.8.0``).
 """
 

@@ -1,6 +1,6 @@
 """Run every benchmark, each in a process of its own, then draw the pictures.
 
-    python -m benchmarks [--repeats N] [--out FOLDER] [NAME ...]
+python -m benchmarks [--repeats N] [--out FOLDER] [NAME ...]
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON; pictures only for the usual one")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder for the JSON; pictures only for the usual one"
+    )
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(NAMES))
     if unknown:

@@ -99,9 +99,9 @@ def _spdl_pipeline(dataset: Images, batch: int, nbytes: int) -> Iterable[Any]:
     """SPDL's loader of the same batches, in the same order; its process starts here and ends with the object."""
     from spdl.pipeline import PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
 
+    builder: Any = PipelineBuilder()
     config = (
-        PipelineBuilder()
-        .add_source(BatchSampler(SequentialSampler(dataset), batch, drop_last=False))
+        builder.add_source(BatchSampler(SequentialSampler(dataset), batch, drop_last=False))
         .pipe(partial(_fetch, dataset), concurrency=WORKERS, output_order="input")
         .add_sink(3)
         .get_config()

@@ -32,22 +32,24 @@ from benchmarks.harness import OURS, STOCK, Claim, Measurement, Row
 
 __all__ = ("pss", "tree")
 
-WORKERS, BATCH, BATCHES = 2, 32, 48
+WORKERS, BATCH = 2, 32
 INTERVAL = 0.02
-#: Seconds a batch keeps the busy consumer.
-CONSUMERS = {"eager": 0.0, "busy": 0.02}
+#: Seconds a batch keeps the consumer, and batches that are watched: enough for a few dozen samples.
+CONSUMERS = {"eager": (0.0, 320), "busy": (0.02, 64)}
+#: Batches of the epoch in which all are hashed.
+HASHED = 48
 #: Seconds that one program may take.
 DEADLINE = 180
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        _program(sys.argv[2], float(sys.argv[3]))
+        _program(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
         return
     bench = harness.Benchmark("memory", str(__doc__))
-    for consumer, seconds in CONSUMERS.items():
+    for consumer, (seconds, batches) in CONSUMERS.items():
         digests: dict[str, list[str]] = {}
-        runs = {name: partial(_run, name, seconds, digests) for name in (STOCK, OURS)}
+        runs = {name: partial(_run, name, seconds, batches, digests) for name in (STOCK, OURS)}
         measured = harness.alternate(runs, bench.repeats)
         harness.compare(OURS, digests[OURS], digests[STOCK])
         bench.add(
@@ -64,20 +66,20 @@ def main() -> None:
     bench.finish()
 
 
-def _program(name: str, seconds: float) -> None:
+def _program(name: str, seconds: float, batches: int) -> None:
     """Load while being watched, then once more to hash every batch."""
     make = torchcrew.data.DataLoader if name == OURS else torch.utils.data.DataLoader
-    dataset = Images(BATCH * BATCHES, torch.float32)
+    watched, hashed = (Images(BATCH * count, torch.float32) for count in (batches, HASHED))
     print("begin", flush=True)
-    for _batch in make(dataset, BATCH, num_workers=WORKERS):
+    for _batch in make(watched, BATCH, num_workers=WORKERS):
         time.sleep(seconds)
     print("end", flush=True)
     sys.stdin.readline()
-    print(json.dumps([harness.digest(batch) for batch in make(dataset, BATCH, num_workers=WORKERS)]))
+    print(json.dumps([harness.digest(batch) for batch in make(hashed, BATCH, num_workers=WORKERS)]))
 
 
-def _run(name: str, seconds: float, digests: dict[str, list[str]]) -> Measurement:
-    command = [sys.executable, "-m", "benchmarks.memory", "--child", name, str(seconds)]
+def _run(name: str, seconds: float, batches: int, digests: dict[str, list[str]]) -> Measurement:
+    command = [sys.executable, "-m", "benchmarks.memory", "--child", name, str(seconds), str(batches)]
     with subprocess.Popen(
         command, cwd=harness.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -110,13 +112,13 @@ class _Watch(threading.Thread):
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
         self._peak = {"peak_bytes": 0.0, "with_shmem_bytes": 0.0, "samples": 0.0}
         self._shmem_before = _shmem()
         self.start()
 
     def run(self) -> None:
-        while not self._stop.wait(INTERVAL):
+        while not self._stopping.wait(INTERVAL):
             sampled = [rollup(pid) for pid in tree(self._pid)]
             shmem = max(0, _shmem() - self._shmem_before)
             total = sum(sample.get("Pss", 0) for sample in sampled)
@@ -126,7 +128,7 @@ class _Watch(threading.Thread):
             self._peak["samples"] += 1
 
     def stop(self) -> Measurement:
-        self._stop.set()
+        self._stopping.set()
         self.join(10)
         return dict(self._peak)
 

@@ -13,16 +13,15 @@ _MARKS = {True: "[green]reached[/]", False: "[bold red]missed[/]", None: "[yello
 
 
 def figure(value: float, metric: str) -> str:
-    """A figure with its unit, three digits."""
+    """A figure with its unit, two or three digits."""
     if metric.endswith("_bytes"):
         return f"{value / 1e6:,.0f} MB"
     if not metric.endswith("_s"):
         return f"{value:,.3g}"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= scale:
-            break
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    scale, unit = next((pair for pair in units if value >= pair[0]), units[-1])
     shown = value / scale
-    return f"{shown:.0f} {unit}" if shown >= 99.5 else f"{shown:.2g} {unit}" if shown < 9.95 else f"{shown:.1f} {unit}"
+    return f"{shown:.0f} {unit}" if shown >= 99.5 else f"{shown:.1f} {unit}"
 
 
 def times(value: float | None) -> str:

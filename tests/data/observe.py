@@ -190,7 +190,7 @@ class Describer:
         elif plain.layout is torch.sparse_csr:
             told["parts"] = [self._tensor(one) for one in (plain.crow_indices(), plain.col_indices(), plain.values())]
         elif plain.is_quantized:
-            told["parts"] = [self._tensor(plain.int_repr()), repr(plain), plain.stride()]
+            told["parts"] = [self._tensor(plain.int_repr()), plain.stride()]
         else:
             plain = plain.as_subclass(torch.Tensor)
             told["stride"] = plain.stride()
@@ -290,8 +290,9 @@ def steps(iterable: Iterable[Any], limit: int = 100, errors: int = 3, with_rng: 
     while len(noted) <= limit:
         try:
             batch = next(iterator)
-        except StopIteration:
+        except StopIteration as stop:
             noted.append(("end", state()))
+            stop.__traceback__ = None
             break
         except Exception as error:
             noted.append(("raises", describe_exception(error), state()))
@@ -421,7 +422,9 @@ def _left() -> tuple[list[str], int]:
     """Threads and children that are still there after a moment."""
     deadline = time.monotonic() + END_SECONDS
     while True:
-        threads = sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
+        # `_serve` is the standard library's resource sharer, which never ends once a tensor went through a queue.
+        others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        threads = sorted(name for name in others if "_serve" not in name)
         children = len(multiprocessing.active_children())
         if not (threads or children) or time.monotonic() > deadline:
             return threads, children

@@ -46,6 +46,7 @@ _RECORD_BYTES, _NUMBER_BYTES = 64, 11
 
 # Writable, or pickle would ask the decoder for a read-only view of the tensor.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -133,8 +134,10 @@ class Encoder:
                 return reductions.reduce_tensor(tensor)  # raises stock's error
             warn_if_has_hooks(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            if tensor.is_cpu and not tensor.is_nested:
-                # Its parts are dense tensors and storages, which come back here.
+            # The parts of the first two are dense tensors and storages, which come back here.
+            if tensor.is_cpu and (tensor.is_sparse or tensor.layout in _COMPRESSED):
+                return _reduce_sparse(tensor)
+            if tensor.is_cpu and tensor.is_quantized:
                 return tensor.__reduce_ex__(5)
             return reductions.reduce_tensor(tensor)
         if not tensor.is_cpu or tensor.untyped_storage().is_shared():
@@ -192,6 +195,20 @@ def _inline(ranges: list[Range]) -> tuple[bytes | bytearray, list[Place]]:
         places.append((INLINE, len(body)))
         body += ctypes.string_at(start, nbytes)
     return body, places
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    """As stock does it, and not by `__reduce_ex__`: the tensors which that rebuilds, torch keeps in a list for ever."""
+    if tensor.layout is torch.sparse_coo:
+        parts = (_itself, (tensor._indices(),), _itself, (tensor._values(),))
+        return reductions.rebuild_sparse_coo_tensor, (*parts, tensor.shape, tensor.is_coalesced())
+    by_rows = tensor.layout in {torch.sparse_csr, torch.sparse_bsr}
+    compressed = tensor.crow_indices() if by_rows else tensor.ccol_indices()
+    plain = tensor.col_indices() if by_rows else tensor.row_indices()
+    return reductions.rebuild_sparse_compressed_tensor, (
+        *(_itself, (compressed,), _itself, (plain,), _itself, (tensor.values(),)),
+        *(tensor.shape, tensor.layout),
+    )
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -49,8 +50,8 @@ class BlockWriter:
         self._expected = 0
         self.bytes_sent = 0
 
-    def reserve(self, nbytes: int) -> tuple[int, int]:
-        """Take ``nbytes``; returns the index of the block in this message and the offset in it.
+    def reserve(self, nbytes: int) -> tuple[int, int, Any]:
+        """Take ``nbytes``; returns the index of the block in this message, the offset in it, and the block's view.
 
         Raises:
             ArenaFull: see ``make_room``.
@@ -61,10 +62,11 @@ class BlockWriter:
                 start = -(-last.end // ALIGNMENT) * ALIGNMENT
                 if start + nbytes <= last.block.nbytes:
                     last.end = start + nbytes
-                    return len(self._open) - 1, start
+                    return len(self._open) - 1, start, last.block.view
             self._open.append(_Open(self._allocate(nbytes)))
             self._open[-1].end = nbytes
-            return len(self._open) - 1, 0
+            # The view is taken here: another thread may end the message at once; who holds the view keeps the block.
+            return len(self._open) - 1, 0, self._open[-1].block.view
 
     def _allocate(self, nbytes: int) -> Block:
         block = self._owner.allocate(max(nbytes, self._expected))
@@ -88,7 +90,7 @@ class BlockWriter:
         ]
         if not missing:
             return places  # type: ignore[return-value]
-        index, offset = self.reserve(sum(missing))
+        index, offset, _ = self.reserve(sum(missing))
         address = self._open[index].block.address
         copied: list[tuple[int, int]] = []
         for (start, nbytes), found in zip(ranges, places, strict=True):
@@ -111,8 +113,7 @@ class BlockWriter:
         """A storage of ``nbytes`` in the message being built (for `torch_private.replace_new_shared`)."""
         if nbytes < PLACE_MIN:
             return torch.UntypedStorage(nbytes)
-        index, offset = self.reserve(nbytes)
-        view = self._open[index].block.view
+        _, offset, view = self.reserve(nbytes)
         return torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
     def lend(self, used: Collection[int]) -> list[Loan | None]:

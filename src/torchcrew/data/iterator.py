@@ -71,9 +71,12 @@ class CrewIterator(torch_private.StockIterator):
     def __next__(self) -> Any:
         # torch opens a profiler span for every batch, which costs 6 us also when nobody profiles.
         if torch_private.profiler_enabled() or self._dataset_kind == torch_private.ITERABLE or not self._sampler_iter:
-            return super().__next__()
+            data = super().__next__()
+            self._record.delivered += 1
+            return data
         data = self._next_data()  # type: ignore[no-untyped-call]
         self._num_yielded += 1
+        self._record.delivered += 1
         return data
 
     def _get_data(self) -> Any:

@@ -7,6 +7,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch.utils.data
+
 from torchcrew.crew.board import Board
 
 __all__ = ("LoaderRecord", "LoaderStats", "loader_stats", "record_of")
@@ -22,8 +24,8 @@ class LoaderStats:
     name: str
     workers: int
     epochs: int
-    batches: int
-    bytes: int  # in shared memory; small batches travel inline and count as 0
+    batches: int  # delivered; workers may have made more
+    bytes: int  # of all batches made, in shared memory; small batches travel inline and count as 0
     wait_s: float  # the training loop waited for a batch
     first_batch_s: float  # of that, for the first batch of the first epoch, start of the workers included
     busy_s: float  # the workers fetched and collated, summed over workers
@@ -40,12 +42,13 @@ class LoaderRecord:
         self._name = name
         self._workers = workers
         self._epochs = 0
+        self.delivered = 0
         self._wait_ns = 0
         self._first_ns: int | None = None
         self._begun_ns = time.perf_counter_ns()
         self._started_at = self._ended_at = time.time()
         self._boards: list[Board] = []
-        self._past = [0, 0, 0, 0, 0]  # items, bytes, busy, idle, blocked of crews that have ended
+        self._past = [0, 0, 0, 0]  # bytes, busy, idle, blocked of crews that have ended
 
     def begin_epoch(self, board: Board) -> None:
         """An epoch begins, with a crew that is new or was kept."""
@@ -71,12 +74,12 @@ class LoaderRecord:
         sums = self._past
         for board in list(self._boards):
             sums = [a + b for a, b in zip(sums, _sums(board), strict=True)]
-        items, nbytes, busy, idle, blocked = sums
+        nbytes, busy, idle, blocked = sums
         return LoaderStats(
             name=self._name,
             workers=self._workers,
             epochs=self._epochs,
-            batches=items,
+            batches=self.delivered,
             bytes=nbytes,
             wait_s=self._wait_ns / 1e9,
             first_batch_s=(self._first_ns or 0) / 1e9,
@@ -90,8 +93,16 @@ class LoaderRecord:
 
 def _sums(board: Board) -> list[int]:
     workers = [board.read(number) for number in range(board.workers)]
-    columns = zip(*((w.items, w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers), strict=True)
+    columns = zip(*((w.bytes, w.busy_ns, w.idle_ns, w.blocked_ns) for w in workers), strict=True)
     return [sum(column) for column in columns]
+
+
+def _name(dataset: Any) -> str:
+    """The dataset's type; of a wrapper, such as a subset, also what it wraps."""
+    dataset = getattr(dataset, "_datapipe", dataset)
+    inner = getattr(dataset, "dataset", None)
+    name = type(dataset).__name__
+    return f"{name} of {type(inner).__name__}" if isinstance(inner, torch.utils.data.Dataset) else name
 
 
 _records: list[LoaderRecord] = []
@@ -102,8 +113,7 @@ def record_of(loader: Any) -> LoaderRecord:
     """The record of a loader; made when its first iterator is."""
     record = _by_loader.get(loader)
     if record is None:
-        dataset = getattr(loader.dataset, "_datapipe", loader.dataset)
-        record = _by_loader[loader] = LoaderRecord(type(dataset).__name__, loader.num_workers)
+        record = _by_loader[loader] = LoaderRecord(_name(loader.dataset), loader.num_workers)
         _records.append(record)
         del _records[:-_REMEMBERED]
     return record

@@ -1,0 +1,113 @@
+"""Write the table of measured figures into the README and the guide, from the JSON of the benchmarks.
+
+    python tools/readme_table.py            write it between the markers
+    python tools/readme_table.py --check    change nothing; exit code 1 if a table is stale
+
+    python tools/readme_table.py --results FOLDER   show the table of a trial run; never writes
+
+The table stands between the lines ``<!-- bench:begin -->`` and ``<!-- bench:end -->``; a file without them is left
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness import COPY, IN_PROCESS, OURS, RESULTS, STOCK  # noqa: E402
+from benchmarks.plots import load  # noqa: E402
+from benchmarks.tables import figure, share, times  # noqa: E402
+
+FILES = (ROOT / "README.md", ROOT / "docs" / "guide" / "dataloader.md")
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+#: How a floor is called in the table.
+FLOORS = {COPY: "a memory copy", IN_PROCESS: "in-process", "stock, fork": "stock's fork"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if a table is stale")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="show what this folder gives; writes nothing")
+    options = parser.parse_args()
+    results = load(options.results)
+    if not results:
+        print(f"no results in {options.results}: nothing to do")
+        return 0
+    table = render(results)
+    if options.results.resolve() != RESULTS:
+        print(table)  # figures of a trial do not belong into the files
+        return 0
+    stale = []
+    for path in FILES:
+        name = path.relative_to(ROOT)
+        text = path.read_text() if path.exists() else ""
+        wanted = insert(text, table)
+        if wanted is None:
+            print(f"{name}: no markers, nothing to do")
+        elif wanted == text:
+            print(f"{name}: up to date")
+        elif options.check:
+            stale.append(name)
+            print(f"{name}: stale; run python tools/readme_table.py", file=sys.stderr)
+        else:
+            path.write_text(wanted)
+            print(f"{name}: written")
+    return 1 if stale else 0
+
+
+def insert(text: str, table: str) -> str | None:
+    """``text`` with the table between its markers; None where it has none."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}" if begin and end else None
+
+
+def render(results: dict[str, Any]) -> str:
+    """The table in Markdown, with the machine under it."""
+    lines = [
+        "| work | torch.utils.data | torchcrew.data | times faster | of the floor |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [_line(row) for result in results.values() for row in result["rows"]]
+    return "\n".join([*lines, "", _footer(results)])
+
+
+def _line(row: dict[str, Any]) -> str:
+    metric = row["metric"]
+    stock, ours = (
+        figure(row["figures"][engine][metric]["median"], metric) if engine in row["figures"] else "–"
+        for engine in (STOCK, OURS)
+    )
+    floor = f"{share(row['floor_share'])} ({FLOORS.get(row['floor'], row['floor'])})" if row["floor"] else "–"
+    per = "" if row["per"] in row["work"] or metric.endswith("_bytes") else f", a {row['per']}"
+    return f"| {row['work']}{_peers(row)}{per} | {stock} | **{ours}** | **{times(row['ratio'])}** | {floor} |"
+
+
+def _peers(row: dict[str, Any]) -> str:
+    """The engines beside stock, ours and the floors, in brackets."""
+    metric = row["metric"]
+    others = [name for name in row["figures"] if name not in (STOCK, OURS, *FLOORS)]
+    shown = [
+        f"{name.removeprefix('stock, ')} {figure(row['figures'][name][metric]['median'], metric)}" for name in others
+    ]
+    return f" ({'; '.join(shown)})" if shown else ""
+
+
+def _footer(results: dict[str, Any]) -> str:
+    machine = next(iter(results.values()))["machine"]
+    repeats = min(result["repeats"] for result in results.values())
+    return (
+        f"Medians of {repeats} alternating runs on {machine['cores']} cores ({machine['system']}), Python "
+        f"{machine['python']}, torch {machine['torch']}, {machine['date'][:10]}; 2 workers and fork unless said; every "
+        "batch was hashed and equal to stock's. Floor: a memory copy of the same bytes by all cores, the same work "
+        "with `num_workers=0`, or, for the first batch, stock's fork. `make bench` measures it again."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
