@@ -3,44 +3,34 @@
     python -m benchmarks.first_batch [--repeats N]
 
 Two workers, ints in batches of 32, an importable dataset. Timed is making the loader, its iterator and the first batch.
-Each measurement is a program of its own, which makes two loaders: "cold" is the first, when the forkserver or the
-zygote starts too; "warm" is the second, which is what every further loader and epoch pays. Stock's forkserver is
-measured as it is and with torch preloaded, the usual advice. The floor is stock with fork, which imports nothing.
+Each measurement is a program of its own (`benchmarks.first_batch_program`), which makes two loaders: "cold" is the
+first, when the forkserver or the zygote starts too; "warm" is the second, which is what every further loader and epoch
+pays. Stock's forkserver is measured as it is and with torch preloaded, the usual advice. The floor is stock with fork,
+which imports nothing.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import sys
-import time
 from functools import partial
-from typing import Any
-
-import torch.utils.data
 
 import torchcrew.data
 from benchmarks import harness
 from benchmarks.datasets import Ints
 from benchmarks.harness import OURS, STOCK, Claim, Measurement, Row
 
-WORKERS, BATCH, BATCHES = 2, 32, 16
 FORKSERVER, PRELOADED, FORK = "stock, forkserver", "stock, forkserver + preload", "stock, fork"
 #: Seconds that one program may take; stock's slowest takes ten.
 DEADLINE = 120
 CONTEXTS = {
-    STOCK: "spawn",
-    FORKSERVER: "forkserver",
-    PRELOADED: "forkserver",
-    FORK: "fork",
-    OURS: "zygote",
+    STOCK: ("spawn",),
+    FORKSERVER: ("forkserver",),
+    PRELOADED: ("forkserver", "torch", "torch.utils.data"),
+    FORK: ("fork",),
+    OURS: ("zygote",),
 }
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(_program(sys.argv[2])))
-        return
     bench = harness.Benchmark("first_batch", str(__doc__))
     digests: dict[str, list[str]] = {}
     measured = harness.alternate({name: partial(_run, name, digests) for name in _engines()}, bench.repeats)
@@ -81,26 +71,9 @@ def _has_zygote() -> bool:
 
 def _run(name: str, digests: dict[str, list[str]]) -> Measurement:
     """One program; its digests are compared with those of earlier ones of the same engine, and kept."""
-    result = harness.run_child("benchmarks.first_batch", name, timeout=DEADLINE)
+    result = harness.run_child("benchmarks.first_batch_program", name, *CONTEXTS[name], timeout=DEADLINE)
     harness.compare(name, result["digests"], digests.setdefault(name, result["digests"]))
     return {"cold_s": result["cold_s"], "warm_s": result["warm_s"]}
-
-
-def _program(name: str) -> dict[str, Any]:
-    make = torchcrew.data.DataLoader if name == OURS else torch.utils.data.DataLoader
-    if name == PRELOADED:
-        multiprocessing.set_forkserver_preload(["torch", "torch.utils.data"])
-    result: dict[str, Any] = {}
-    digests: list[str] = []
-    for moment in ("cold", "warm"):
-        started = time.perf_counter()
-        loader = make(Ints(BATCH * BATCHES), BATCH, num_workers=WORKERS, multiprocessing_context=CONTEXTS[name])
-        iterator = iter(loader)
-        first = next(iterator)
-        result[f"{moment}_s"] = time.perf_counter() - started
-        digests += [harness.digest(batch) for batch in (first, *iterator)]
-        del iterator
-    return {**result, "digests": digests}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ BODIES = ("asleep", "holding_the_gil", "with_subprocess", "with_shell_pipeline")
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGKILL to the group", "SIGTERM", "SIGSEGV", "_exit", "exit"])
 def test_workers_end_with_their_user(body: str, end: str) -> None:
     """However the user's process ends, its workers and their subprocesses are gone within a second."""
-    code = HEAD + f"""
+    code = (
+        HEAD
+        + f"""
 say(worker({body}) + worker(asleep) + [guardian.pid()])
 if {end!r} == "exit":
     sys.exit()
@@ -67,6 +69,7 @@ if {end!r} == "SIGSEGV":
     os.kill(os.getpid(), signal.SIGSEGV)
 time.sleep(60)
 """
+    )
     with running(code) as program:
         pids = program.workers()
         if end == "SIGKILL to the group":
@@ -79,7 +82,9 @@ time.sleep(60)
 
 def test_a_worker_started_by_a_thread_that_ended_lives_on_and_ends_with_the_user() -> None:
     """The death of the starting thread is not the death of the user (PR_SET_PDEATHSIG takes it for that)."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 found = []
 thread = threading.Thread(target=lambda: found.extend(worker(with_subprocess)))
 thread.start()
@@ -88,6 +93,7 @@ time.sleep(0.3)
 say(found + [guardian.pid()])
 time.sleep(60)
 """
+    )
     with running(code) as program:
         pids = program.workers()
         assert all(state(pid) for pid in pids)
@@ -98,7 +104,9 @@ time.sleep(60)
 @pytest.mark.parametrize("body", ["asleep", "holding_the_gil"])
 def test_a_stray_fork_that_inherited_every_descriptor_changes_nothing(body: str) -> None:
     """A process that holds copies of all ends hides every end of file; the pidfd is the signal that counts."""
-    code = HEAD + f"""
+    code = (
+        HEAD
+        + f"""
 found = worker({body})
 libc = ctypes.PyDLL(None)
 stray = libc.fork()  # past Python's fork hooks: it keeps every descriptor
@@ -110,6 +118,7 @@ say([stray])
 say(found + worker(asleep) + [guardian.pid()])
 time.sleep(60)
 """
+    )
     with running(code) as program:
         (stray,) = program.workers()
         pids = program.workers()
@@ -120,7 +129,9 @@ time.sleep(60)
 
 def test_a_user_killed_right_after_its_first_watch() -> None:
     """A registration outlives the user even when the guardian was not up to read it."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 pid = os.fork()
 if pid == 0:
     time.sleep(60)
@@ -129,6 +140,7 @@ say([pid])
 guardian.watch(pid)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+    )
     for _ in range(5):
         with running(code) as program:
             pids = program.workers()
@@ -138,10 +150,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_stop_and_continue_reach_the_workers() -> None:
     """Ctrl-Z stops the workers and what they started, fg lets them go on."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 say(worker(with_subprocess) + worker(asleep))
 time.sleep(60)
 """
+    )
     with running(code) as program:
         pids = program.workers()
         for _ in range(2):
@@ -166,7 +181,9 @@ def test_a_worker_stopped_on_its_own_stays_stopped() -> None:
 
 def test_a_forgotten_worker_lives_on() -> None:
     """What was forgotten is not killed, and its pidfd is closed on both sides."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 before = len(os.listdir("/proc/self/fd"))
 kept = worker(asleep)
 both = [*kept, *worker(asleep)]
@@ -179,6 +196,7 @@ say(both)
 say([len(os.listdir("/proc/self/fd")) - before])
 time.sleep(60)
 """
+    )
     with running(code) as program:
         kept, other = program.workers()
         assert program.line() == [3]  # socket and pidfd of the guardian, pidfd of the other worker
@@ -189,7 +207,9 @@ time.sleep(60)
 
 def test_a_dead_guardian_is_replaced_and_told_of_all_workers() -> None:
     """The next watch after a guardian's death protects the earlier workers too and leaves no zombie."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 first = worker(asleep)
 old = guardian.pid()
 os.kill(old, signal.SIGKILL)
@@ -201,6 +221,7 @@ assert not os.path.exists(f"/proc/{old}"), "a zombie"
 say(first + second + [guardian.pid()])
 time.sleep(60)
 """
+    )
     with running(code) as program:
         pids = program.workers()
         program.kill()
@@ -209,7 +230,9 @@ time.sleep(60)
 
 def test_a_stopped_guardian_is_replaced() -> None:
     """A guardian that reads nothing does not make its user wait for ever, and loses no worker."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 first = worker(asleep)
 os.kill(guardian.pid(), signal.SIGSTOP)
 start = time.monotonic()
@@ -219,6 +242,7 @@ assert time.monotonic() - start < 8
 say(first + [guardian.pid()])
 time.sleep(60)
 """
+    )
     with running(code) as program:
         pids = program.workers()
         program.kill()
@@ -227,7 +251,9 @@ time.sleep(60)
 
 def test_a_forked_child_has_a_guardian_of_its_own() -> None:
     """A fork gives up the inherited guardian; its workers end with it, not with its parent's death only."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 outer = worker(asleep)
 theirs = guardian.pid()
 pid = os.fork()
@@ -241,6 +267,7 @@ if pid == 0:
 say(outer)
 time.sleep(60)
 """
+    )
     with running(code) as program:
         lists = sorted([program.workers(), program.workers()], key=len)
         (outer,), (child, *inner) = lists
@@ -253,7 +280,9 @@ time.sleep(60)
 
 def test_signals_for_the_whole_job_do_not_end_the_guardian() -> None:
     """A service manager signals all processes of a job; the guardian waits for its user."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 found = worker(asleep)
 for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     os.kill(guardian.pid(), signum)
@@ -261,6 +290,7 @@ time.sleep(0.3)
 say(found + [guardian.pid()])
 time.sleep(60)
 """
+    )
     with running(code) as program:
         pids = program.workers()
         program.kill()
@@ -269,7 +299,9 @@ time.sleep(60)
 
 def test_the_guardian_keeps_no_pipe_of_the_user_open() -> None:
     """Who reads the user's output to its end gets the end when the user and its workers are gone."""
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 read, write = os.pipe()
 os.set_inheritable(write, True)
 pid = worker(asleep)[0]
@@ -278,6 +310,7 @@ os.waitpid(pid, 0)
 os.close(write)
 assert os.read(read, 1) == b""
 """
+    )
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", code],

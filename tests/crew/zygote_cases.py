@@ -21,7 +21,8 @@ def report(queue: Any) -> None:
     main = sys.modules["__main__"]
     queue.put(
         {
-            "environment": {name: value for name, value in os.environ.items() if name != "_"},
+            # readline sets two in C only, where os.environ does not see them.
+            "environment": {name: value for name, value in os.environ.items() if name not in ("_", "LINES", "COLUMNS")},
             "cwd": os.getcwd(),
             "argv": sys.argv,
             "path": sys.path,

@@ -12,8 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
@@ -121,7 +123,7 @@ def test_views_outlive_batch_iterator_loader_and_workers() -> None:
     first = expected(0, SIZE)
     views = kept[0]
     assert torch.equal(views["row of a row"], first[1][5:])
-    assert torch.equal(torch.from_numpy(views["memoryview"].obj if False else _array(views["memoryview"])), first[1:])
+    assert torch.equal(torch.from_numpy(np.asarray(views["memoryview"])), first[1:])
     assert torch.equal(views["dlpack"], first[1])
     assert torch.equal(views["transposed"], first.t())
     views["saved for backward"].backward()
@@ -130,12 +132,6 @@ def test_views_outlive_batch_iterator_loader_and_workers() -> None:
     assert torch.equal(torch.tensor([], dtype=torch.int32).set_(singles[2]["storage"]), first.reshape(-1))
     third = expected(2, SIZE)
     assert torch.equal(torch.tensor([], dtype=torch.int32).set_(singles[-1]["storage"]), third.reshape(-1))
-
-
-def _array(view: memoryview) -> Any:
-    import numpy as np
-
-    return np.asarray(view)
 
 
 def test_the_gradient_reads_a_batch_that_was_dropped() -> None:
@@ -196,9 +192,11 @@ def test_a_batch_is_sent_on_through_a_stock_queue() -> None:
     for one in (there, back):
         one.close()
         one.join_thread()
+    resource_sharer.stop()  # the standard library's thread, which hands out the queue's descriptors
 
 
 def _answer(there: Any, back: Any) -> None:
+    torch.set_num_threads(1)
     batches = []
     while (item := there.get(timeout=10)) is not None:
         batches.append(item)
@@ -221,6 +219,7 @@ def forked(body: Any) -> Iterator[Any]:
             os.close(go)
             signal.alarm(15)
             os.read(ready, 1)
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             body()
             status = 0
         os._exit(status)
@@ -292,6 +291,7 @@ def test_a_grandchild_keeps_what_its_parent_inherited() -> None:
         os.close(go)
         signal.alarm(15)
         os.read(wait, 1)
+        torch.set_num_threads(1)
         right = all(torch.equal(batch, expected(number, SIZE)) for number, batch in enumerate(held))
         os.write(told, b"right" if right else b"wrong")
         os._exit(0)
@@ -305,6 +305,10 @@ def test_a_grandchild_keeps_what_its_parent_inherited() -> None:
     assert os.read(ready, 5) == b"right"
     for fd in (ready, wait, go):
         os.close(fd)
+    deadline = time.monotonic() + 2
+    while not ended() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended()
 
 
 class Caching(Dataset[Any]):

@@ -94,6 +94,8 @@ class _Snapshot:
     fds: set[str] = field(default_factory=lambda: set(os.listdir("/proc/self/fd")))
     finalizers: int = field(default_factory=lambda: len(util._finalizer_registry))
     random: object = field(default_factory=lambda: _random_state())
+    torch_seed: int = field(default_factory=lambda: _torch_seed())
+    torch_state: bytes = field(default_factory=lambda: _torch_state())
 
     def reason_against(self, output: int) -> str:
         """Why a process that imported a script in between must not be forked; "" when it may be."""
@@ -109,11 +111,17 @@ class _Snapshot:
             return "it opened or closed files"
         if len(util._finalizer_registry) != self.finalizers or process.active_children() or _has_children():
             return "it made multiprocessing objects or started processes"
-        if _random_state() != self.random:
+        # A script that seeds torch gives every fresh process that seed; one that only draws from it has a seed of its own.
+        if _random_state() != self.random or (_torch_seed() == self.torch_seed and _torch_state() != self.torch_state):
             return "it changed the state of random generators"
         if os.lseek(output, 0, os.SEEK_END):
             return "it wrote to its output"
         return ""
+
+
+def _torch_seed() -> int:
+    torch: Any = sys.modules.get("torch")
+    return int(torch.default_generator.initial_seed()) if torch is not None else 0
 
 
 def _random_state() -> object:
@@ -122,6 +130,11 @@ def _random_state() -> object:
         random.getstate() if random is not None else None,
         pickle.dumps(numpy_random.get_state()) if numpy_random is not None else None,
     )
+
+
+def _torch_state() -> bytes:
+    torch: Any = sys.modules.get("torch")
+    return bytes(torch.default_generator.get_state().numpy()) if torch is not None else b""
 
 
 def _has_children() -> bool:
@@ -163,6 +176,7 @@ class Server:
         self.nofile = nofile  # a child's limits; ours are as high as they may be
         self.mask: set[int] | None = None  # a child's signal mask, once the script was imported
         self.pools = ThreadPools()
+        self.torch_seed = _torch_seed()
         self.children: dict[int, tuple[int, int]] = {}  # pidfd -> pid, status
         self.files = _module_files()
         self.checked = 0.0
@@ -372,7 +386,7 @@ class Server:
         _tracker._fd = request.tracker
         _set_comm(self.comm)
         _restore_streams()
-        _forget_the_zygotes_past()
+        _forget_the_zygotes_past(self.torch_seed)
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             with open(request.payload, "rb") as file:
@@ -411,20 +425,23 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _forget_the_zygotes_past() -> None:
+def _forget_the_zygotes_past(torch_seed: int) -> None:
     """Drop what a spawned process would not have: finalizers of the zygote's objects, its random state."""
     util._finalizer_registry.clear()
     util._run_after_forkers()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # Python's own generator is seeded anew by fork itself
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and _torch_seed() == torch_seed:  # not the script's
+        torch.default_generator.seed()
 
 
 def _restore_streams() -> None:
     """Buffer standard output as a new interpreter would for the file it now writes to."""
     stream: Any = sys.stdout
-    if not sys.flags.unbuffered:
-        with contextlib.suppress(AttributeError, ValueError, OSError):
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        if not stream.write_through:
             stream.reconfigure(line_buffering=os.isatty(1))
 
 

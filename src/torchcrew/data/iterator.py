@@ -84,6 +84,8 @@ class CrewIterator(torch_private.StockIterator):
         return super()._get_data()  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:
+        if not hasattr(self, "_transport"):
+            return  # `__del__` of one whose making failed early
         if os.getpid() != self._transport.pid or torch_private.python_is_exiting():
             return  # a forked child's copy must not end its parent's workers; at exit the workers are daemons
         self._end_workers()
@@ -91,8 +93,8 @@ class CrewIterator(torch_private.StockIterator):
     def _end_workers(self) -> None:
         if self._transport.closed:
             return  # `__del__` comes again; in a garbage cycle the board's memory may be gone by then
-        self._transport.hang_up()
         try:
+            self._transport.hang_up()  # stock's SIGCHLD handler may raise in here, too
             if hasattr(self, "_shutdown"):
                 super()._shutdown_workers()
         finally:
