@@ -315,6 +315,8 @@ def observe(scenario: Scenario, loader_class: Any) -> Observation:
     """Run ``scenario`` on ``loader_class`` in a child process, within the scenario's deadline."""
     with tempfile.TemporaryFile() as stderr:
         reader, writer = os.pipe()
+        # pytest's watchdog is a thread, which the child would wait for in vain; this scenario has its own deadline.
+        faulthandler.cancel_dump_traceback_later()
         pid = os.fork()
         if pid == 0:
             _child(scenario, loader_class, reader, writer, stderr.fileno())
@@ -370,7 +372,6 @@ def _child(scenario: Scenario, loader_class: Any, reader: int, writer: int, stde
     try:
         os.close(reader)
         os.setpgid(0, 0)
-        faulthandler.cancel_dump_traceback_later()
         os.dup2(stderr, 2)
         os.set_inheritable(writer, False)
         # Late enough for a slow machine, early enough to say where it hangs.

@@ -111,7 +111,7 @@ class _Snapshot:
             return "it opened or closed files"
         if len(util._finalizer_registry) != self.finalizers or process.active_children() or _has_children():
             return "it made multiprocessing objects or started processes"
-        # A script that seeds torch gives every fresh process that seed; one that only draws from it has a seed of its own.
+        # A script that seeds torch gives every process that seed; one that only draws from it spoils this one.
         if _random_state() != self.random or (_torch_seed() == self.torch_seed and _torch_state() != self.torch_state):
             return "it changed the state of random generators"
         if os.lseek(output, 0, os.SEEK_END):

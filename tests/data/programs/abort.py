@@ -32,7 +32,8 @@ def main() -> None:
     except RuntimeError as error:
         with open("aborted_at") as file:
             seconds = time.monotonic() - float(file.read())
-        assert "is killed by signal: Aborted" in str(error), error
+        # Which of stock's two texts it is depends on whether its handler or its poll was first.
+        assert "DataLoader worker" in str(error), error
     assert len(held) == LAST, len(held)
     print(f"{seconds:.3f}")
 
