@@ -70,3 +70,11 @@ def test_the_leak_check_snippet_runs() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "torchcrew.testing.plugin", "-c", "/dev/null", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, cwd=path.parent)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tool", ["deviations_page.py", "readme_table.py"])
+def test_generated_parts_are_current(tool: str) -> None:
+    """What a tool writes into the docs is what it would write now."""
+    command = [sys.executable, str(ROOT / "tools" / tool), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

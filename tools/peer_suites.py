@@ -7,8 +7,8 @@
     │ enforces a deadline per test │ events  │ peer_events.py: one JSON line per event  │
     └──────────────────────────────┘         └──────────────────────────────────────────┘
 
-The suite belongs to github.com/pytorch/data and is never copied into this repository: give the path of a checkout (a work
-tree, or a bare repository) and everything needed is written to a temporary folder.
+The suite belongs to github.com/pytorch/data and is never copied into this repository: give the path of a checkout (a
+work tree, or a bare repository) and everything needed is written to a temporary folder.
 
     python tools/peer_suites.py PATH_OF_PYTORCH_DATA                      # ours against the expectations
     python tools/peer_suites.py PATH_OF_PYTORCH_DATA --record             # make the expectations from a run of stock
@@ -344,6 +344,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.complete = not options.k and options.shard == (1, 1)
     if options.record and not options.complete:
         parser.error("--record needs the whole suite: leave -k and --shard out")
+    if not options.record and not options.expectations.is_file():
+        parser.error(f"no expectations at {options.expectations}: make them with --record")
     if options.timeout <= 0:
         parser.error(f"--timeout must be positive, not {options.timeout:g}")
     return options

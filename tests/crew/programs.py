@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -104,3 +105,28 @@ def running(code: str, *, path: Path | None = None, env: dict[str, str] | None =
         process.wait(5)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def script(
+    tmp_path: Path, text: str, *arguments: str, timeout: float = 40, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own to its end; it can import this package and these tests."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, *arguments, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCE), str(SOURCE.parent))), **env},
+        check=False,
+    )
+
+
+def run(process: Any, timeout: float = 30.0) -> int | None:
+    """Start a process object and wait for its end; returns its exit code."""
+    process.start()
+    process.join(timeout)
+    code: int | None = process.exitcode
+    process.close()
+    return code

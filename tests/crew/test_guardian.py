@@ -205,6 +205,37 @@ time.sleep(60)
         assert state(kept)
 
 
+def test_watching_is_shared_by_all_who_watch() -> None:
+    """They get the same pidfd, open until all of them have called `forget`; it shows the end. Who is gone is not."""
+    code = (
+        HEAD
+        + """
+import select
+pid = worker(asleep)[0]
+pidfd = guardian.watch(pid)
+assert guardian.watch(pid) == pidfd and os.fstat(pidfd)
+assert not set(guardian.descriptors()) - {int(fd) for fd in os.listdir("/proc/self/fd")}
+assert len(guardian.descriptors()) == 2 and pidfd not in guardian.descriptors()
+guardian.forget(pid)
+guardian.forget(pid)
+assert not select.select([pidfd], [], [], 0)[0]
+os.kill(pid, signal.SIGKILL)
+assert select.select([pidfd], [], [], 5)[0]
+assert guardian.watch(pid) == pidfd, "a zombie is still it"
+os.waitpid(pid, 0)
+assert guardian.watch(pid) == pidfd, "so is one that is gone, until it is forgotten"
+for _ in range(3):
+    guardian.forget(pid)
+assert not os.path.exists(f"/proc/self/fd/{pidfd}")
+assert guardian.watch(pid) is None
+say([])
+"""
+    )
+    with running(code) as program:
+        program.workers()
+        assert program.process.wait(5) == 0
+
+
 def test_a_dead_guardian_is_replaced_and_told_of_all_workers() -> None:
     """The next watch after a guardian's death protects the earlier workers too and leaves no zombie."""
     code = (

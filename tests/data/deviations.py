@@ -5,7 +5,6 @@ Everything that is not in this list is stock's; `test_differential.py` holds bot
 
 from __future__ import annotations
 
-
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from .observe import Scenario, describe_exception
-from .scenario_values import as_list, ramp
+from .scenario_values import ramp
 
 __all__ = ("DEVIATIONS", "Deviation")
 
@@ -71,6 +70,15 @@ def gaps(loader_class: Any) -> Any:
     return view.stride(), view[3].item()
 
 
+def conjugate(samples: list[Any]) -> Any:
+    return [torch.tensor([1 + 2j]).conj()]
+
+
+def conjugated(loader_class: Any) -> Any:
+    (tensor,) = first(loader_class, [1], collate_fn=conjugate)
+    return complex(tensor[0].item())
+
+
 def row_of_a_million(samples: list[Any]) -> Any:
     return [torch.zeros(1_000_000)[500:20_500]]
 
@@ -123,15 +131,6 @@ def unpicklable_exception(loader_class: Any) -> Any:
         next(iter(loader_class(RaisesLocal(), num_workers=1)))
     except Exception as error:
         return "Local" in str(error)
-
-
-def resized(loader_class: Any) -> Any:
-    batch = first(loader_class, [ramp(20_000)])
-    try:
-        batch.resize_(80_000)
-    except RuntimeError as error:
-        return "not resizable" in str(error)
-    return "resized"
 
 
 def feeder_threads(loader_class: Any) -> Any:
@@ -194,6 +193,13 @@ DEVIATIONS: tuple[Deviation, ...] = (
         storage_of_a_view, True, False,
     ),
     Deviation(
+        "conjugate views",
+        "A tensor with the lazy conjugate or negative bit loses it on the way: `x.conj()` arrives as `x`.",
+        "It arrives with the values that the worker saw.",
+        "Wrong values help nobody.",
+        conjugated, 1 + 2j, 1 - 2j,
+    ),
+    Deviation(
         "unpicklable batch",
         "A batch that cannot be pickled is lost in the worker's feeder thread, and the consumer waits forever.",
         "The pickling error is raised at once, where the batch would have come.",
@@ -213,13 +219,6 @@ DEVIATIONS: tuple[Deviation, ...] = (
         "An error whose text holds the original traceback is raised.",
         "A hang tells nobody what is wrong.",
         unpicklable_exception, "hangs", True, 4.0,
-    ),
-    Deviation(
-        "resize",
-        "The storage of a collated batch can be enlarged by `resize_`.",
-        "Enlarging raises torch's `RuntimeError`: the storage is not resizable. Shrinking works.",
-        "The storage is a view of a block; `clone()` gives a tensor that can grow.",
-        resized, "resized", True,
     ),
     Deviation(
         "feeder threads",

@@ -60,6 +60,8 @@ __all__ = (
 HANG = "hangs"
 # A process that ended counts as ended when it is seen within this time: workers that are not joined end on their own.
 END_SECONDS = 5.0
+# Where stock's and our loader stand: stock's stacklevel points into it.
+LIBRARY_FILES = ("dataloader.py", "loader.py", "iterator.py")
 # Values up to this many bytes are written out, so that a difference can be read; longer ones are hashed.
 HEX_BYTES = 64
 # Element addresses are compared one by one up to this many elements.
@@ -205,7 +207,8 @@ class Describer:
             "shape": array.shape,
             "strides": array.strides,
             "flags": (flags.writeable, flags.c_contiguous, flags.f_contiguous, flags.aligned),
-            "values": repr(array.tolist()) if array.dtype.hasobject else _content(array.tobytes()),
+            # Objects by their text; so long doubles, whose padding bytes are anything.
+            "values": repr(array.tolist()) if array.dtype.char in "OgG" else _content(array.tobytes()),
             "attributes": self._attributes(array),
         }
 
@@ -218,9 +221,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def overlaps(tensors: list[torch.Tensor]) -> list[tuple[int, int, int, int]]:
     """Which tensors share memory: (i, j, elements in common, bytes from i's first element to j's)."""
-    strided = {
-        i: t for i, t in enumerate(tensors) if t.layout is torch.strided and not (t.is_nested or t.is_meta)
-    }
+    strided = {i: t for i, t in enumerate(tensors) if t.layout is torch.strided and not (t.is_nested or t.is_meta)}
     spots = {i: _addresses(t) for i, t in strided.items() if 0 < t.numel() <= OVERLAP_ELEMENTS}
     found = []
     for (i, mine), (j, its) in itertools.combinations(spots.items(), 2):
@@ -251,7 +252,8 @@ def _normal(text: str) -> str:
     text = re.sub(r"\b(pid(?:\(s\))?:?) \d+(?:, \d+)*", r"\1 N", text)
     text = re.sub(r"\(pid(\(s\))? ?\d+\)", "(pid N)", text)
     text = re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
-    # Line numbers and carets of the worker's own frames are kept: the code that runs is torch's.
+    # The frames of a remote traceback name the code that ran, which is ours in part; its first and last lines stay.
+    text = re.sub(r'(?m)^  File ".*\n(?:    .*\n)*', "", text)
     return re.sub(r"/tmp/[\w./-]+", "/TMP", text)
 
 
@@ -268,8 +270,10 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
 
 
 def describe_warning(warning: warnings.WarningMessage) -> tuple[str, str, str]:
-    """Category, text, and the file that the warning names as its source."""
-    return (warning.category.__qualname__, _normal(str(warning.message)), Path(warning.filename).name)
+    """Category, text, and the file that the warning names as its source; a loader's own files count as one."""
+    file = Path(warning.filename).name
+    source = "the library" if file in LIBRARY_FILES else file
+    return (warning.category.__qualname__, _normal(str(warning.message)), source)
 
 
 def steps(iterable: Iterable[Any], limit: int = 100, errors: int = 3, with_rng: bool = True) -> list[Any]:
@@ -351,9 +355,9 @@ def _ends(pid: int, deadline: float) -> bool:
 
 
 def _read_message(reader: int, deadline: float) -> bytes | None:
-    """One message with its length in front, so that a worker that inherited the pipe delays nobody; None past the deadline.
+    """One message with its length in front, so that a worker that inherited the pipe delays nobody.
 
-    An empty message means that the child ended without one.
+    None past the deadline; an empty message means that the child ended without one.
     """
     data = b""
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
@@ -399,6 +403,7 @@ def _as_fresh_process() -> None:
     for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    faulthandler.disable()  # workers that abort on purpose would write to pytest's own standard error
     gc.freeze()  # what pytest made is no business of this process: collections here are many, and quick
     # OpenMP's pool does not survive a fork.
     torch.set_num_threads(1)

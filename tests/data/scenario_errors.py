@@ -172,6 +172,7 @@ def persistent_errors(loader_class: Any) -> Any:
 
 
 def end(how: str) -> None:
+    time.sleep(0.3)  # stock loses the batch before if its worker dies while that one is still on its way
     if how == "exit 3":
         os._exit(3)
     elif how == "SystemExit 3":
@@ -188,7 +189,7 @@ def end(how: str) -> None:
 
 
 def ends(how: str, loader_class: Any) -> Any:
-    """A worker that ends in the midst of things; type and text of the error, its cause, and what the next `next` says."""
+    """A worker that ends in the midst of things: type, text and cause of the error, and the worker's exit code."""
     loader = loader_class(Raises(functools.partial(end, how), at=2, count=4), num_workers=1, prefetch_factor=1)
     iterator = iter(loader)
     told = [next(iterator).tolist(), next(iterator).tolist()]

@@ -24,7 +24,15 @@ __all__ = ("Inside",)
 ITERATOR_ATTRIBUTES = (
     *("_base_seed", "_num_yielded", "_num_workers", "_prefetch_factor", "_in_order", "_timeout", "_persistent_workers"),
     *("_dataset_kind", "_IterableDataset_len_called", "_auto_collation", "_drop_last", "_world_size", "_rank"),
-    *("_pin_memory", "_pin_memory_device", "_worker_pids_set", "_shutdown", "_rcvd_idx", "_send_idx", "_workers_status"),
+    *(
+        "_pin_memory",
+        "_pin_memory_device",
+        "_worker_pids_set",
+        "_shutdown",
+        "_rcvd_idx",
+        "_send_idx",
+        "_workers_status",
+    ),
     *("_workers_num_tasks", "_tasks_outstanding", "_profile_name", "_shared_seed", "_worker_init_fn"),
 )
 
@@ -50,7 +58,10 @@ class Inside(torch.utils.data.Dataset[Any]):
             "parent": (parent.name, parent.pid == os.getppid()),
             "comm": name,
             "threads": (torch.get_num_threads(), threading.current_thread() is threading.main_thread()),
-            "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+            "signals": [
+                getattr(h := signal.getsignal(n), "__qualname__", str(h))
+                for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+            ],
             "pid is new": os.getpid() != os.getppid(),
             "directory": os.getcwd() == os.environ.get("PWD", os.getcwd()),
             "in fork context": multiprocessing.get_start_method(),

@@ -187,7 +187,7 @@ def run_ahead(loader_class: Any) -> Any:
         loader = loader_class(range(20), sampler=sampler, num_workers=workers, prefetch_factor=depth)
         iterator = iter(loader)
         told.append([sampler.drawn] + [(next(iterator).tolist(), sampler.drawn) for _ in range(8)])
-        told.append((iterator._num_yielded, len(iterator), iterator._tasks_outstanding, iterator._send_idx))
+        told.append((iterator._num_yielded, len(iterator), iterator._send_idx))
     return told
 
 

@@ -28,7 +28,12 @@ def started(method: str, loader_class: Any) -> Any:
     """Values, draws, the worker's view of itself, an error, and the workers' ends, under one start method."""
     told: list[Any] = []
     context = multiprocessing.get_context(method)
-    for one, given in ((Made(named_pairs), method), (Draws(), context), (Inside(), method), (Raises(bad_value), method)):
+    for one, given in (
+        (Made(named_pairs), method),
+        (Draws(), context),
+        (Inside(), method),
+        (Raises(bad_value), method),
+    ):
         loader = loader_class(one, num_workers=1, collate_fn=as_list, multiprocessing_context=given)
         told.append((steps(loader, errors=1), type(loader.multiprocessing_context).__name__))
     return told

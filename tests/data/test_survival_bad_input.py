@@ -1,4 +1,4 @@
-"""Wrong options: stock's texts for stock's, the option's name and what it allows for ours; loaders in unusual places."""
+"""Wrong options: stock's texts for stock's, the name and what is allowed for ours; loaders in unusual places."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_wrong_options_of_stock_s(options: dict[str, Any]) -> None:
     assert both[1] == both[0]
 
 
-@pytest.mark.parametrize("name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
+)
 def test_attributes_that_cannot_be_set(name: str) -> None:
     """Stock's guard against changes after construction."""
     both = []
@@ -112,9 +114,7 @@ def test_a_sampler_that_raises() -> None:
 
 def test_an_index_out_of_range() -> None:
     """A list's IndexError from a worker."""
-    both = [
-        outcome(functools.partial(cls, [1, 2, 3], sampler=[0, 1, 7], num_workers=1)) for cls in (Stock, DataLoader)
-    ]
+    both = [outcome(functools.partial(cls, [1, 2, 3], sampler=[0, 1, 7], num_workers=1)) for cls in (Stock, DataLoader)]
     assert both[0].kind == "IndexError"
     assert both[1] == both[0]
 

@@ -244,16 +244,16 @@ def test_fork_in_the_consumer_while_leases_are_open() -> None:
     """The child sees what it inherited after the parent dropped it and the loader went on; then the blocks return."""
     iterator = iter(loader(480))
     held = [next(iterator) for _ in range(5)]
-    view = next(iterator)[2]
+    views = [next(iterator)[2]]
 
     def read() -> None:
         for number, batch in enumerate(held):
             check(batch, number, SIZE)
-        assert torch.equal(view, row(5 * SIZE + 2))
+        assert torch.equal(views[0], row(5 * SIZE + 2))
 
     with forked(read) as finish:
         held.clear()
-        del view
+        views.clear()
         for number, batch in enumerate(iterator, 6):
             check(batch, number, SIZE)
             del batch

@@ -134,9 +134,9 @@ def test_who_holds_everything_gets_an_error_that_names_the_budget(in_order: bool
     loader = DataLoader(Rows(64, MEGA), batch_size=2, num_workers=2, memory_budget="24MiB", in_order=in_order)
     held = []
     start = time.monotonic()
-    with pytest.raises(ArenaFull) as caught:
+    with pytest.raises(ArenaFull) as caught:  # noqa: PT012
         for batch in loader:
-            held.append(batch)  # noqa: PERF402
+            held.append(batch)
             start = time.monotonic()
     assert time.monotonic() - start < 3.0
     assert len(held) >= 8
@@ -192,3 +192,21 @@ def test_the_variable_sets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHCREW_BUDGET", "2MB")
     with pytest.raises(ArenaFull, match=r"2\.0 MB"):
         list(DataLoader(Rows(8, MEGA), batch_size=4, num_workers=1))
+
+
+class OneLargeEach(Rows):
+    """Sample 0 (worker 0) and sample 9 (worker 1) are large, all others small."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index).repeat(32 if index in (0, 9) else 1)
+
+
+@pytest.mark.timeout(20)
+def test_memory_that_another_worker_keeps_warm_is_given_up() -> None:
+    """Worker 0 has 8 MB that were returned; it needs them no more, and worker 1 gets them."""
+    loader = DataLoader(OneLargeEach(10, MEGA // 4), batch_size=None, num_workers=2, memory_budget="12MiB")
+    for number, sample in enumerate(loader):
+        assert torch.equal(sample[: MEGA // 4], Rows(1, MEGA // 4)[number])
+        del sample
+        time.sleep(0.05)
+    assert number == 9

@@ -22,7 +22,9 @@ def soak(epochs: int, timeout: float, *options: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [(), ("persistent", "holding")], ids=lambda options: "+".join(options) or "new crews")
+@pytest.mark.parametrize(
+    "options", [(), ("persistent", "holding")], ids=lambda options: "+".join(options) or "new crews"
+)
 def test_30_epochs(options: tuple[str, ...]) -> None:
     """Crews that end with the epoch, and one that stays while every fifth batch is held for two epochs."""
     soak(30, 50, *options)
@@ -31,7 +33,9 @@ def test_30_epochs(options: tuple[str, ...]) -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "options", [(), ("holding",), ("persistent",), ("persistent", "holding")], ids=lambda options: "+".join(options) or "new crews"
+    "options",
+    [(), ("holding",), ("persistent",), ("persistent", "holding")],
+    ids=lambda options: "+".join(options) or "new crews",
 )
 def test_200_epochs(options: tuple[str, ...]) -> None:
     """The same at length."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pty
 import signal
@@ -26,14 +27,12 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stopped_worker_meets_the_timeout(persistent: bool) -> None:
     """Stock's text after the time asked for; then closing ends the worker that cannot hear."""
-    iterator = iter(
-        DataLoader(Rows(400), batch_size=2, num_workers=2, timeout=1, persistent_workers=persistent)
-    )
+    iterator = iter(DataLoader(Rows(400), batch_size=2, num_workers=2, timeout=1, persistent_workers=persistent))
     next(iterator)
     pids = [worker.pid for worker in iterator._workers]
     os.kill(pids[1], signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="^DataLoader timed out after 1 seconds$"):
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds$"):  # noqa: PT012
         for _ in iterator:
             start = time.monotonic()
     assert 0.9 < time.monotonic() - start < 2.5
@@ -68,6 +67,37 @@ def test_a_stopped_worker_goes_on_when_it_is_continued() -> None:
         check(batch, number, 2)
     assert number == 39
     helper.wait(5)
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 30}], ids=str)
+def test_closing_by_the_garbage_collector(options: dict[str, Any]) -> None:
+    """A caught exception makes such cycles. Another crew was forked meanwhile and hides every end of file."""
+    iterator = iter(DataLoader(Rows(400), num_workers=2, **options))
+    next(iterator)
+    other = iter(DataLoader(Rows(400), batch_size=2, num_workers=2))
+    check(next(other), 0, 2)
+    pids = [worker.pid for worker in iterator._workers]
+    cycle: dict[str, Any] = {"iterator": iterator}
+    cycle["itself"] = cycle
+    del iterator, cycle
+    start = time.monotonic()
+    gc.collect()
+    assert time.monotonic() - start < 2.0
+    assert survivors(pids, 0.5) == []
+    check(next(other), 1, 2)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_exhausted_iterator_in_a_garbage_cycle(persistent: bool) -> None:
+    """It was closed at its end; its `__del__` comes again when its memory may be unmapped already."""
+    for _ in range(3):
+        iterator = iter(DataLoader(Rows(8), num_workers=1, persistent_workers=persistent))
+        assert len(list(iterator)) == 8
+        cycle: dict[str, Any] = {"iterator": iterator}
+        cycle["itself"] = cycle
+        del iterator, cycle
+        gc.collect()
+    assert worker_pids() == []
 
 
 # ------------------------------------------------------------------------------------------------------- a terminal
@@ -109,8 +139,16 @@ def on_a_terminal(tmp_path: Path, *options: str) -> Iterator[Job]:
     ours, theirs = pty.openpty()
     errors = (tmp_path / "stderr").open("w")
     shell = subprocess.Popen(
-        [sys.executable, "-c", _ON_DESCRIPTOR_3, str(theirs), str(PROGRAMS / "job_control.py"),
-         str(PROGRAMS / "trainer.py"), str(tmp_path), *options],
+        [
+            sys.executable,
+            "-c",
+            _ON_DESCRIPTOR_3,
+            str(theirs),
+            str(PROGRAMS / "job_control.py"),
+            str(PROGRAMS / "trainer.py"),
+            str(tmp_path),
+            *options,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -177,6 +215,29 @@ def test_ctrl_c_on_a_terminal(persistent: bool, tmp_path: Path) -> None:
         errors = (tmp_path / "stderr").read_text()
         assert errors.count("Traceback") == 1, errors
         assert errors.strip().endswith("KeyboardInterrupt"), errors
+
+
+def test_a_worker_that_uses_the_terminal(tmp_path: Path) -> None:
+    """Its group is in the terminal's background: neither `stty tostop` nor reading may stop it for ever."""
+    ours, theirs = pty.openpty()
+    program = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / "terminal_worker.py"), str(theirs)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        pass_fds=(theirs,),
+        start_new_session=True,
+        env={**os.environ, **environment()},
+        cwd=tmp_path,
+    )
+    os.close(theirs)
+    try:
+        assert program.communicate(timeout=20)[0] == "OSError\n"
+        assert b"sample 2" in os.read(ours, 1000)
+    finally:
+        program.kill()
+        program.wait(5)
+        os.close(ours)
 
 
 def test_sigint_to_the_group_of_a_program_without_a_terminal(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torchcrew.testing import procfs
 
 pytestmark = pytest.mark.timeout(40)
 
-#: What the user's process and its workers do when it is killed. Each costs the start of a process with torch; those that
-#: differ little from another are for `make test-faults`.
+#: What the user's process and its workers do when it is killed. Each costs the start of a process with torch; those
+#: that differ little from another are for `make test-faults`.
 STATES = (
     "gil",
     "back-pressure",

@@ -1,9 +1,10 @@
-"""A worker that dies or raises: stock's error, type and text, at once, and nothing left behind (the leak check looks)."""
+"""A worker that dies or raises: stock's error, type and text, at once, and nothing left behind (see the leak check)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,9 @@ class _Init:
 @pytest.mark.parametrize("how", ["sigkill", "exit", "sigsegv"])
 def test_stock_says_the_same(how: str) -> None:
     """What the table above expects is what stock raises."""
-    stock = outcome(lambda: _load(Stock, Acting(32, 13, quietly(how))))
+    # Nothing but numbers in its queue: a worker that dies while stock receives a tensor's descriptor from it can also
+    # show as a ConnectionResetError.
+    stock = outcome(lambda: _load(Stock, Acting(32, 13, quietly(how)), collate_fn=len))
     assert stock.kind == "RuntimeError"
     assert stock.text.startswith(DEATHS[how]) or stock.text == POLLED
 
@@ -133,7 +137,7 @@ def test_a_worker_is_killed_between_two_batches(killed: int, persistent: bool) -
     pid = iterator._workers[killed].pid
     number = 0
     start = None
-    with pytest.raises(RuntimeError, match=rf"worker \(pid(\(s\))? {pid}\)"):
+    with pytest.raises(RuntimeError, match=rf"worker \(pid(\(s\))? {pid}\)"):  # noqa: PT012
         for number, batch in enumerate(iterator):
             check(batch, number, 2)
             if number == 7:
@@ -229,7 +233,7 @@ def test_an_exception_in_the_user_s_code(act: Callable[[], None], place: str) ->
 
 
 def test_an_exception_whose_class_cannot_be_pickled() -> None:
-    """Stock hangs (its feeder thread drops the message): seen through a timeout. Ours: the nearest base, all its text."""
+    """Stock hangs (its feeder thread drops the message): seen by a timeout. Ours: the nearest base, all its text."""
     dataset = Acting(16, 5, raise_local)
     stock = outcome(lambda: _load(Stock, dataset, timeout=1))
     assert stock.text == "DataLoader timed out after 1 seconds"
@@ -255,7 +259,7 @@ def test_a_batch_that_cannot_be_pickled() -> None:
     assert next(iterator) == [0, 1]
     assert next(iterator) == [2, 3]
     start = time.monotonic()
-    with pytest.raises((AttributeError, TypeError, Exception), match="[Cc]an't pickle") as caught:
+    with pytest.raises(Exception, match=r"[Cc]an't pickle") as caught:
         next(iterator)
     assert type(caught.value).__name__ in ("AttributeError", "PicklingError")
     assert "in DataLoader worker process 0" in str(caught.value)
@@ -278,6 +282,32 @@ def test_a_dataset_that_cannot_be_pickled(method: str) -> None:
     assert stock.kind in ("AttributeError", "PicklingError")
     assert ours == stock
     assert ours.seconds < AT_ONCE
+
+
+class SecondStartFails(ForkProcess):
+    """As when the system has no more processes to give."""
+
+    started = 0
+
+    def start(self) -> None:
+        type(self).started += 1
+        if self.started == 2:
+            raise BlockingIOError(11, "no more processes")
+        super().start()
+
+
+class FewProcesses(ForkContext):
+    Process = SecondStartFails
+
+
+def test_a_worker_that_cannot_be_started() -> None:
+    """The error is the one of the start; the workers that had started end."""
+    SecondStartFails.started = 0
+    ours = outcome(lambda: _load(DataLoader, Rows(16), multiprocessing_context=FewProcesses()))
+    assert (ours.kind, ours.text) == ("BlockingIOError", "[Errno 11] no more processes")
+    assert ours.seconds < AT_ONCE
+    gc.collect()
+    assert worker_pids() == []
 
 
 def test_a_dataset_whose_unpickling_raises() -> None:
@@ -358,6 +388,7 @@ def kill_at_random(kills: int, seed: int, timeout: float, tmp_path: Path) -> Non
     assert told["errors"] + told["complete"] == told["runs"]
     # Both sides of the race are met: kills in the middle, and kills that came too late to matter.
     assert told["errors"] > 0
+    assert told["complete"] > 0
     assert told["slowest"] < 4.0
 
 

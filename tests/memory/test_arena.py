@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import resource
@@ -49,7 +50,7 @@ def test_blocks_are_apart(arena: Arena) -> None:
     blocks = [new(owner, 1 + i * 3000) for i in range(50)]
     ranges = sorted((block.offset, block.offset + block.nbytes) for block in blocks)
     assert ranges[0][0] >= SLOTS
-    assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
     assert len({block.slot for block in blocks}) == 50
 
 
@@ -187,8 +188,8 @@ def test_a_refused_mapping_loses_nothing(arena: Arena, monkeypatch: pytest.Monke
 def test_unused_warm_pages_go_back_to_the_system(arena: Arena) -> None:
     """After a burst an owner keeps no more than it needed lately."""
     owner = ArenaOwner(arena)
-    views = [arena.lease(lend(owner, 16 * MB)) for _ in range(8)]
-    assert arena.resident_bytes() >= 128 * MB
+    views = [arena.lease(lend(owner, 12 * MB)) for _ in range(6)]
+    assert arena.resident_bytes() >= 72 * MB
     views.clear()
     for _ in range(3 * module._REVIEW_EVERY):
         arena.lease(lend(owner, 64 * KB))
@@ -342,7 +343,7 @@ def test_the_memfd_is_closed_on_exec_and_not_executable(arena: Arena) -> None:
         assert os.fstat(arena.mapping.fd).st_mode & 0o111 == 0 or os.uname().release < "6.3"
 
 
-@pytest.mark.parametrize("pages", [0, 100, 1000, 100_000])
+@pytest.mark.parametrize("pages", [0, 100, 1000, 20_000])
 def test_ulimit_f(pages: int) -> None:
     """An arena is as large as a file may be; what does not fit is refused, and nothing raises SIGBUS or SIGXFSZ."""
     program = f"""

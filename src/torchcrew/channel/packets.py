@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import os
 import select
 import socket
 import struct
@@ -108,12 +107,10 @@ class Receiver:
         self._view = memoryview(self._buffer)
         self.index_senders: Sequence[IndexSender] = ()
 
-    def watch(self, number: int, pid: int) -> None:
-        """Notice the death of worker ``number``."""
-        with contextlib.suppress(ProcessLookupError):  # dead and reaped: whoever reaped it knows
-            pidfd = os.pidfd_open(pid)
-            self._pidfds[pidfd] = number
-            self._epoll.register(pidfd, select.EPOLLIN)
+    def watch(self, number: int, pidfd: int) -> None:
+        """Notice the death of worker ``number``. The pidfd stays the caller's, who closes it after this receiver."""
+        self._pidfds[pidfd] = number
+        self._epoll.register(pidfd, select.EPOLLIN)
 
     def get(self, timeout: float | None = None) -> Any:
         """The next message.
@@ -157,7 +154,6 @@ class Receiver:
 
     def _forget(self, pidfd: int) -> int:
         self._epoll.unregister(pidfd)
-        os.close(pidfd)
         return self._pidfds.pop(pidfd)
 
     def hang_up(self) -> None:
@@ -166,9 +162,7 @@ class Receiver:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close every descriptor; idempotent."""
-        for pidfd in self._pidfds:
-            os.close(pidfd)
+        """Close what is its own: the socket, and the epoll before its workers' pidfds end; idempotent."""
         self._pidfds.clear()
         self._epoll.close()
         self._sock.close()

@@ -1,7 +1,8 @@
 """Supervised groups of worker processes: how they start, are watched, and end.
 
 guardian.py, guardian_main.py   kills the workers when the user's process dies
-zygote.py, zygote_main.py       starts workers in milliseconds, with torch already imported
+zygote.py, zygote_*.py          starts workers in milliseconds, with torch already imported
+situation.py                    what a new process takes from its parent
 board.py                        flags and counters of a crew in one shared page
 cpus.py                         how many cores this process may use
 """

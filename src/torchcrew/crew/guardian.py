@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from torchcrew.crew.guardian_main import IGNORED, MESSAGE, is_dead
 
-__all__ = ("forget", "pid", "watch")
+__all__ = ("descriptors", "forget", "pid", "watch")
 
 #: How long one message may wait for room, in seconds. A guardian takes milliseconds to start and never blocks, so one
 #: that takes no message for so long was stopped by somebody, and is replaced.
@@ -89,19 +89,44 @@ class _Link:
 
 
 @dataclass
+class _Worker:
+    """A watched process, and how often `watch` was called for it without `forget`."""
+
+    pidfd: int
+    times: int = 0
+
+
+@dataclass
 class _State:
     """What one process knows of its guardian and its workers."""
 
     owner: int
     link: _Link | None
-    watched: dict[int, int]  # pid -> pidfd
+    watched: dict[int, _Worker]  # by pid
+
+    def find(self, worker: int) -> _Worker | None:
+        """The entry of a process, made where there is none; None when that process is gone."""
+        known = self.watched.get(worker)
+        if known is not None and not is_dead(known.pidfd):
+            return known
+        try:
+            pidfd = os.pidfd_open(worker)
+        except ProcessLookupError:
+            return known
+        if known is not None:
+            if is_dead(pidfd):  # still the same, not yet reaped
+                os.close(pidfd)
+                return known
+            self.drop(worker)  # the number was used again
+        self.watched[worker] = _Worker(pidfd)
+        return self.watched[worker]
 
     def register(self, worker: int) -> None:
         """Tell the guardian of a worker; a fresh one is told of all that live."""
         link = self.link
         if link is not None and link.is_alive():
             try:
-                link.send(b"W", worker, self.watched[worker])
+                link.send(b"W", worker, self.watched[worker].pidfd)
                 return
             except OSError:
                 pass
@@ -109,15 +134,12 @@ class _State:
             self.link = None
             link.retire()
         self.link = link = _start()
-        for pid, pidfd in self.watched.items():
-            if not is_dead(pidfd):
-                link.send(b"W", pid, pidfd)
+        for pid, known in self.watched.items():
+            if not is_dead(known.pidfd):
+                link.send(b"W", pid, known.pidfd)
 
-    def drop(self, worker: int) -> bool:
-        pidfd = self.watched.pop(worker, None)
-        if pidfd is not None:
-            os.close(pidfd)
-        return pidfd is not None
+    def drop(self, worker: int) -> None:
+        os.close(self.watched.pop(worker).pidfd)
 
     def abandon(self) -> None:
         """Close what a forked child inherited; the guardian is its parent's."""
@@ -132,14 +154,18 @@ _lock = threading.RLock()
 _state: _State | None = None
 
 
-def watch(pid: int) -> None:
+def watch(pid: int) -> int | None:
     """Have the process ``pid`` and its process group killed when this process ends, however it ends.
 
     The worker shall be the leader of its own process group. It calls `os.setpgid(0, 0)` first of all, and this does the
-    same from outside, so that whoever is faster does it. A worker that is already gone is not watched.
+    same from outside, so that whoever is faster does it. A worker that is already gone is not watched. Who watches one
+    that is watched already shares it: it is forgotten when all have called `forget`.
 
     Args:
         pid: a process that this process has not reaped yet, or whose parent (the zygote) has not.
+
+    Returns:
+        A pidfd of it, to wait for its end: the guardian's own, which `forget` closes. None when it is already gone.
 
     Raises:
         OSError: no guardian could be started (no memory, no processes left); the worker is not watched then.
@@ -148,24 +174,31 @@ def watch(pid: int) -> None:
         os.setpgid(pid, pid)
     with _lock:
         state = _own_state()
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        state.drop(pid)
-        state.watched[pid] = pidfd
+        worker = state.find(pid)
+        if worker is None:
+            return None
         try:
             state.register(pid)
         except BaseException:
-            state.drop(pid)
+            if worker.times == 0:
+                state.drop(pid)
             raise
+        worker.times += 1
+        return worker.pidfd
 
 
 def forget(pid: int) -> None:
     """Watch ``pid`` no longer: it ended and was reaped, or shall live on. An unknown one is ignored."""
     with _lock:
         state = _own_state()
-        if state.drop(pid) and state.link is not None:
+        worker = state.watched.get(pid)
+        if worker is None:
+            return
+        worker.times -= 1
+        if worker.times > 0:
+            return
+        state.drop(pid)
+        if state.link is not None:
             with contextlib.suppress(OSError):  # a dead one has forgotten everything
                 state.link.send(b"F", pid)
 
@@ -175,6 +208,16 @@ def pid() -> int | None:
     with _lock:
         link = _own_state().link
         return link.pid if link is not None and link.is_alive() else None
+
+
+def descriptors() -> tuple[int, ...]:
+    """The raw descriptors that this process keeps open for its guardian: a control socket and a pidfd.
+
+    Those of watched workers are not among them: they end with `forget`.
+    """
+    with _lock:
+        link = _own_state().link
+        return (link.control, link.pidfd) if link is not None else ()
 
 
 def _own_state() -> _State:

@@ -61,6 +61,10 @@ class CrewIterator(torch_private.StockIterator):
             super().__init__(_LoaderView(loader, self._transport))
             self._transport.watch_started()
         except BaseException:
+            if not hasattr(
+                self, "_workers_status"
+            ):  # torch sets it when all workers have started, and needs it to end some
+                self._workers_status = [True] * len(getattr(self, "_workers", ()))
             self._end_workers()
             raise
 
@@ -86,8 +90,11 @@ class CrewIterator(torch_private.StockIterator):
     def _shutdown_workers(self) -> None:
         if not hasattr(self, "_transport"):
             return  # `__del__` of one whose making failed early
-        if os.getpid() != self._transport.pid or torch_private.python_is_exiting():
-            return  # a forked child's copy must not end its parent's workers; at exit the workers are daemons
+        if os.getpid() != self._transport.pid:
+            self._transport.abandon()  # a forked child's copy must not end its parent's workers
+            return
+        if torch_private.python_is_exiting():
+            return  # the workers are daemons
         self._end_workers()
 
     def _end_workers(self) -> None:

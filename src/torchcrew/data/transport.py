@@ -4,7 +4,7 @@ torch's iterator asks its context for one result queue, one event, and per worke
 looks inside them. So order, prefetching, shutdown and errors stay torch's code, of whatever release is installed.
 
 Owner      `Transport` owns, in the user's process: the receiving end of the result socket, the sending ends of the
-           index sockets, an epoll, a pidfd and an arena per worker, the board.
+           index sockets, an epoll, an arena per worker, the board. The workers' pidfds are the guardian's.
 Closing    `close`, after the workers have ended: sockets and descriptors go, arenas return to the pool.
 """
 
@@ -105,7 +105,9 @@ class Transport:
         self.closed = False
         self._resources: list[Any] = [self.receiver, self._sent, self.board]
         # At exit the standard library terminates daemons and waits for them: before that, ours can be reached and go.
-        self._at_exit = util.Finalize(self, _let_go, args=(self._processes, self._resources), exitpriority=10)
+        # Not bound to `self`: when a garbage cycle is collected, that would close the sockets before the iterator's
+        # `__del__` has said goodbye on them, and workers whose ends another crew holds copies of would not notice.
+        self._at_exit = util.Finalize(None, _let_go, args=(self._processes, self._resources), exitpriority=10)
 
     # What torch's iterator calls ------------------------------------------------------------------------------------
 
@@ -162,8 +164,9 @@ class Transport:
             if process.pid is None:
                 break
             self._watched += 1
-            guardian.watch(process.pid)
-            self.receiver.watch(number, process.pid)
+            pidfd = guardian.watch(process.pid)
+            if pidfd is not None:  # else it is gone, and whoever reaped it knows
+                self.receiver.watch(number, pidfd)
             self._worker_ends[number].indices.close()
 
     def hang_up(self) -> None:
@@ -172,20 +175,27 @@ class Transport:
         self.receiver.hang_up()
         _continue(self._processes[: self._watched])
 
+    def abandon(self) -> None:
+        """In a forked child: let go of what it inherited, which is its parent's to close."""
+        self._at_exit.cancel()
+
     def close(self) -> None:
         """After the workers were asked to end: kill what did not, give everything back. Idempotent."""
         if self.closed:
             return
         self.closed = True
         arenas = self._arenas
-        for number, process in enumerate(self._processes[: self._watched]):
+        for number, process in enumerate(self._processes):
+            if process.pid is None:
+                continue  # its start failed, or was interrupted
             if process.is_alive():
                 process.kill()
                 process.join(_KILLED)
                 if process.is_alive():  # the kernel cannot end it now: it is not waited for, and keeps its arena
                     arenas = [arena for arena in arenas if arena is not self._arenas[number]]
-            guardian.forget(process.pid)
         self._at_exit()
+        for process in self._processes[: self._watched]:  # now that the receiver no longer waits on their pidfds
+            guardian.forget(process.pid)
         pool.put_back(arenas)
 
 

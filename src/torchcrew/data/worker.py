@@ -221,6 +221,9 @@ class _DoneEnd:
 
 def main(ends: WorkerEnds, target: Callable[..., None], args: tuple[Any, ...]) -> None:
     """Run torch's worker loop over our ends of the channels."""
+    # Own groups are in the terminal's background: with `stty tostop` a worker that prints would be stopped, for ever.
+    for signum in (signal.SIGTTOU, signal.SIGTTIN):
+        signal.signal(signum, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     if ends.die_with_thread and os.getppid() == ends.user:

@@ -140,6 +140,8 @@ class ArenaOwner:
         self._peaks = (0, 0)
         self._since_review = 0
         self._adopt(list(taken))
+        if self.warm and not self._may_take(self.committed):
+            self.shrink(0)
 
     def _adopt(self, taken: list[Loan]) -> None:
         """Count the blocks of an earlier owner; everything else it had is free, and warm up to where it had come."""

@@ -89,6 +89,9 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
 
 _open: dict[int, Lease] = {}
 _deferred: list[Lease] = []
@@ -160,6 +163,11 @@ def _after_fork_in_parent() -> None:
     if witness is not None:
         _attach(witness)  # to those that another thread received in between
         witness.write_end = _close(witness.write_end)
+        with _sweeping:
+            leases = (*list(_open.values()), *list(_deferred))
+            if witness in _witnesses and not any(witness in lease.witnesses for lease in leases):
+                _witnesses.remove(witness)  # there was nothing to see
+                witness.read_end = _close(witness.read_end)
 
 
 def _after_fork_in_child() -> None:

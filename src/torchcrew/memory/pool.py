@@ -6,6 +6,7 @@ The consumer makes the arenas, lends each to one worker for the worker's life, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -37,7 +38,9 @@ def take() -> Arena:
 def put_back(arenas: list[Arena]) -> None:
     """Keep ``arenas`` for the next workers, as far as the bounds allow; their workers must be gone."""
     sweep()  # the workers may have been the last that saw some blocks
-    limit = min(IDLE_MAX, int(default_budget() * IDLE_SHARE))
+    limit = IDLE_MAX
+    with contextlib.suppress(ValueError):  # a nonsensical TORCHCREW_BUDGET: an iterator's end is no place to say so
+        limit = min(IDLE_MAX, int(default_budget() * IDLE_SHARE))
     with _lock:
         # Reversed, so that the first worker of the next epoch gets the arena of the first worker of this one.
         _idle.extend(reversed(arenas))
@@ -61,6 +64,7 @@ def idle_bytes() -> int:
 
 def trim() -> None:
     """Close every idle arena: the memory that no batch uses goes back to the system."""
+    sweep()
     with _lock:
         idle = _idle[:]
         _idle.clear()

@@ -319,8 +319,8 @@ def _pidfd_target(descriptor: int) -> int | None:
 def _services(allow: Collection[str]) -> tuple[set[int], set[int]]:
     """Pids and descriptors of the permanent processes of this one.
 
-    Only modules that are loaded are asked: what nobody imported has started nothing. Neither the standard library nor
-    the crew has public names for all of it, so a change there shows as a leak, not as an error.
+    Only modules that are loaded are asked: what nobody imported has started nothing. The standard library has no
+    public names for it, so a change there shows as a leak, not as an error.
     """
     pids: set[Any] = set()
     descriptors: set[Any] = set()
@@ -332,14 +332,12 @@ def _services(allow: Collection[str]) -> tuple[set[int], set[int]]:
         server = _loaded("multiprocessing.forkserver", "_forkserver")
         pids.add(getattr(server, "_forkserver_pid", None))
         descriptors.add(getattr(server, "_forkserver_alive_fd", None))
-    if "guardian" in allow and (ask := _loaded("torchcrew.crew.guardian", "pid")):
-        pids.add(ask())
-        link = getattr(_loaded("torchcrew.crew.guardian", "_state"), "link", None)
-        descriptors.add(getattr(link, "control", None))
-    if "zygote" in allow and (ask := _loaded("torchcrew.crew.zygote", "pids")):
-        pids.update(ask())
-        state = _loaded("torchcrew.crew.zygote", "_state")
-        descriptors.update(server.control for server in (state.servers() if state else ()))
+    if "guardian" in allow and (guardian := sys.modules.get("torchcrew.crew.guardian")):
+        pids.add(guardian.pid())
+        descriptors.update(guardian.descriptors())
+    if "zygote" in allow and (zygote := sys.modules.get("torchcrew.crew.zygote")):
+        pids.update(zygote.pids())
+        descriptors.update(zygote.descriptors())
     return pids - {None}, descriptors - {None}
 
 

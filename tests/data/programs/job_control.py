@@ -1,7 +1,7 @@
 """A shell with job control, as small as can be: one job on a terminal of its own, driven through two pipes.
 
-    test ── commands (stdin): fg, poll ──► this shell ── tcsetpgrp, SIGCONT ──► the job, a process group of its own
-      └──── the terminal's other side: Ctrl-Z, Ctrl-C ─────────────────────────► (the kernel signals the foreground group)
+    test ── commands (stdin): fg ──► this shell ── tcsetpgrp, SIGCONT ──► the job, a process group of its own
+      └──── the terminal's other side: Ctrl-Z, Ctrl-C ──────────────────► (the kernel signals the group)
 
 ``job_control.py PROGRAM ARGS``, with the terminal as descriptor 3; prints ``stopped N``, ``ended N``.
 """
@@ -11,6 +11,10 @@ import os
 import signal
 import sys
 import termios
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
 
 
 def main(argv: list[str]) -> None:
@@ -27,9 +31,9 @@ def main(argv: list[str]) -> None:
         _, status = os.waitpid(pid, os.WUNTRACED)
         os.tcsetpgrp(3, os.getpgrp())
         if not os.WIFSTOPPED(status):
-            print("ended", os.waitstatus_to_exitcode(status), flush=True)
+            say(f"ended {os.waitstatus_to_exitcode(status)}")
             return
-        print("stopped", os.WSTOPSIG(status), flush=True)
+        say(f"stopped {os.WSTOPSIG(status)}")
         if sys.stdin.readline() != "fg\n":
             os.killpg(pid, signal.SIGKILL)
             continue

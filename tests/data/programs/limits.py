@@ -12,16 +12,15 @@ SKIP = 77
 
 
 def in_small_shm() -> None:
-    """Run again with a mount namespace of our own in which /dev/shm is small; exit with `SKIP` if that is not permitted."""
+    """Run again in a mount namespace of our own with a small /dev/shm; exit with `SKIP` if that is not permitted."""
     if os.environ.get("IN_SMALL_SHM") == "1":
         return
     os.environ["IN_SMALL_SHM"] = "1"
     options = "-m" if os.geteuid() == 0 else "-rm"
     script = f'mount -t tmpfs -o size=64m tmpfs /dev/shm || exit {SKIP}; exec "$@"'
-    for command in (["unshare", options, "sh", "-c", script, "sh", sys.executable, *sys.argv],):
-        if os.spawnlp(os.P_WAIT, "unshare", "unshare", options, "true") != 0:
-            sys.exit(SKIP)
-        os.execvp(command[0], command)
+    if os.spawnlp(os.P_WAIT, "unshare", "unshare", options, "true") != 0:
+        sys.exit(SKIP)
+    os.execvp("unshare", ["unshare", options, "sh", "-c", script, "sh", sys.executable, *sys.argv])
 
 
 def lower(name: str, value: int) -> None:
@@ -64,7 +63,7 @@ def main(limit: str, which: str) -> None:
     assert number == count - 1, number
     if limit == "descriptors" and which == "ours":
         assert len(os.listdir("/proc/self/fd")) < 40, os.listdir("/proc/self/fd")
-    print("right")
+    sys.stdout.write("right\n")
 
 
 if __name__ == "__main__":

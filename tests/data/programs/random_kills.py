@@ -18,7 +18,7 @@ from torchcrew.crew import guardian
 from torchcrew.data import DataLoader
 
 STOCK_ERRORS = re.compile(
-    r"DataLoader worker \(pid(\(s\))? ?\d+(, \d+)*\) (exited unexpectedly|is killed by signal: Killed\.)"
+    r"DataLoader worker \(pid(\(s\))? ?\d+(, \d+)*\) (exited unexpectedly|is killed by signal: Killed\. ?)"
 )
 SIZE = 2
 
@@ -92,7 +92,7 @@ def main(kills: int, seed: int) -> None:
             finally:
                 killer.ended.set()
         except RuntimeError as error:
-            if not STOCK_ERRORS.match(str(error)):
+            if not STOCK_ERRORS.fullmatch(str(error)) or not killer.killed:
                 raise
             told["errors"] += 1
         else:
@@ -105,7 +105,7 @@ def main(kills: int, seed: int) -> None:
         assert not left, f"run {told['runs'] - 1}: workers {left} are left"
         descriptors = len(os.listdir("/proc/self/fd"))
         assert descriptors < 60, f"run {told['runs'] - 1}: {descriptors} descriptors"
-    print(json.dumps(told))
+    sys.stdout.write(json.dumps(told))
 
 
 def settled(ask) -> list:

@@ -1,4 +1,4 @@
-"""A trainer that iterates for a minute. ``trainer.py NOTES [persistent]``; writes its workers' pids and its progress there."""
+"""A trainer that iterates for a minute. ``trainer.py NOTES [persistent]``; notes its workers' pids and its progress."""
 
 import os
 import sys
