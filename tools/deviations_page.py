@@ -1,7 +1,7 @@
 """Write docs/deviations.md from the list that the tests hold both loaders to.
 
-    python tools/deviations_page.py            # writes the page
-    python tools/deviations_page.py --check    # fails when it is stale
+python tools/deviations_page.py            # writes the page
+python tools/deviations_page.py --check    # fails when it is stale
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ PAGE = ROOT / "docs" / "deviations.md"
 HEAD = """# Deviations from stock
 
 With default options, batches, their order, random draws in every process, exceptions and their texts, warnings, worker
-counts and names, and the moment at which workers end are those of `torch.utils.data.DataLoader`. A differential suite runs
-every scenario on both and compares all that can be seen.
+counts and names, and the moment at which workers end are those of `torch.utils.data.DataLoader`. A differential suite
+runs every scenario on both and compares all that can be seen.
 
 What differs on purpose is this list, and nothing else. Each entry has a test that shows both sides.
 

@@ -1,4 +1,4 @@
-"""A budget for shared memory: a slow loop makes the workers wait, holding everything is an error that says what to do."""
+"""A budget for shared memory: a slow loop makes the workers wait, holding everything is an error that helps."""
 
 import torch
 from torch.utils.data import TensorDataset
@@ -15,8 +15,8 @@ if __name__ == "__main__":
 
     held = []
     try:
-        for batch in loader:
-            held.append(batch)  # 20 MB in all
+        for (batch,) in loader:
+            held += [batch]  # 20 MB in all
     except ArenaFull as error:
         print(str(error).splitlines()[-1])
     else:

@@ -6,7 +6,9 @@ its name and not somewhere in a training run.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ __all__ = (
     "dataloader_module",
     "profiler_enabled",
     "python_is_exiting",
+    "stock_get_iterator",
 )
 
 
@@ -36,6 +39,15 @@ profiler_enabled = torch._C._autograd._profiler_enabled
 def python_is_exiting() -> bool:
     """Whether the interpreter is shutting down, in which case stock's shutdown of workers does nothing."""
     return _utils is None or _utils.python_exit_status is not False
+
+
+def stock_get_iterator(loader: Any, iterator: type) -> Any:
+    """``DataLoader._get_iterator`` as it stands in torch, but with ``iterator`` for its multi-process iterator's class.
+
+    It is the same code under the same module's name, so that the warnings it gives are stock's, place included.
+    """
+    names = {**vars(dataloader_module), StockIterator.__name__: iterator}
+    return types.FunctionType(dataloader_module.DataLoader._get_iterator.__code__, names)(loader)
 
 
 def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], small: int) -> None:
@@ -55,8 +67,17 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
 
     def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
-        if first.layout is torch.strided and not first.is_nested and first.nbytes * len(batch) < small:
-            return torch.stack(batch, 0)
+        if (
+            type(first) is torch.Tensor
+            and first.is_cpu
+            and first.layout is torch.strided
+            and not first.is_nested
+            and not first.is_quantized
+            and first.nbytes * len(batch) < small
+        ):
+            # Anything that goes wrong goes wrong again below, in stock's words.
+            with contextlib.suppress(Exception):
+                return torch.stack(batch, 0, out=torch.empty((len(batch), *first.shape), dtype=first.dtype))
         return stock_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
     def restore() -> None:

@@ -230,7 +230,8 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         "process group",
         "Workers are in the process group of the user's process.",
-        "Each worker leads a process group of its own. Ctrl-C, Ctrl-Z and `fg` are passed on.",
+        "Each worker leads a process group of its own. Ctrl-Z and `fg` are passed on; Ctrl-C reaches the user's "
+        "process, which ends them.",
         "What a worker started can then be ended with it, when it or the user's process is killed.",
         process_group, True, False,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -213,6 +214,19 @@ def test_the_zygote_is_killed_under_idle_workers() -> None:
     with pytest.raises(RuntimeError, match=EXITED):
         list(loader)
     assert time.monotonic() - begun < AT_ONCE
+
+
+@pytest.mark.parametrize(("method", "number"), [("zygote", 2), ("fork", 1)])
+def test_pidfds_of_a_worker(method: str, number: int) -> None:
+    """One, which guardian and receiver share; with the zygote one more, the sentinel of the process object."""
+    iterator = iter(load(Rows(8), multiprocessing_context=method))
+    next(iterator)
+    watched = []
+    for fd in os.listdir("/proc/self/fdinfo"):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+            watched += [int(line.split()[1]) for line in lines if line.startswith("Pid:")]
+    assert [watched.count(pid) for pid in pids_of(iterator)] == [number, number]
 
 
 def test_epochs_leave_no_descriptor_anywhere() -> None:

@@ -86,10 +86,11 @@ class Written:
 
 @dataclass
 class Forked:
-    """A child of the consumer and the blocks that it sees."""
+    """A child of the consumer, which is the owner here, too: the blocks that it sees as the one and as the other."""
 
     child: Child
     blocks: list[Lent] = field(default_factory=list)
+    owned: list[int] = field(default_factory=list)  # serials
 
 
 def serials_are_right(views: list[tuple[int, Any]]) -> bool:
@@ -110,6 +111,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def start_owner(self) -> None:
         self.owner = ArenaOwner(self.arena, open_leases(self.arena), lambda nbytes: nbytes <= BUDGET)
+        self.blocks: dict[int, Block] = {}  # by serial
+        for forked in getattr(self, "children", ()):
+            forked.owned.clear()
         self.written: list[Written] = []
         self.discarded: list[Written] = []
         self.in_flight: list[Lent] = []
@@ -136,6 +140,7 @@ class LeaseMachine(RuleBasedStateMachine):
         # A writer takes more than it comes to need; pages that it did not touch do not exist.
         array = np.frombuffer(block.view, np.int64, max(2, size * share // 64))
         array[:] = self.serial << VERSION_BITS
+        self.blocks[self.serial] = block
         self.written.append(Written(self.serial, block, array.nbytes))
         if cache:
             self.cached.append((self.written[-1], array[1:]))
@@ -215,7 +220,8 @@ class LeaseMachine(RuleBasedStateMachine):
     def fork(self) -> None:
         views = [(held.block.serial, held.view) for held in self.held]
         blocks = self.seen_here()
-        self.children.append(Forked(Child(lambda: 0 if serials_are_right(views) else 1), blocks))
+        owned = [w.serial for w in self.written] + [block.serial for block, _ in self.cached]
+        self.children.append(Forked(Child(lambda: 0 if serials_are_right(views) else 1), blocks, owned))
 
     def seen_here(self) -> list[Lent]:
         return list({held.block.serial: held.block for held in self.held}.values())
@@ -238,6 +244,9 @@ class LeaseMachine(RuleBasedStateMachine):
         for block, _ in self.cached:
             loan = block.loan if isinstance(block, Lent) else None
             found[block.serial] = loan or (block.block.slot, block.block.offset, block.block.nbytes)  # type: ignore[union-attr]
+        for serial in (serial for forked in self.children for serial in forked.owned):
+            block = self.blocks[serial]
+            found[serial] = (block.slot, block.offset, block.nbytes)
         return sorted(found.items())
 
     def live_bytes(self) -> int:

@@ -22,8 +22,9 @@ import io
 import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
@@ -89,6 +90,7 @@ class Encoder:
                 torch.Tensor: self._tensor,
                 torch.nn.Parameter: self._tensor,
                 torch.UntypedStorage: self._storage,
+                np.ndarray: self._array,
             }
         )
 
@@ -145,6 +147,15 @@ class Encoder:
         self._found.append(tensor)
         # A new tuple each time: the pickler remembers tuples, and would take the second tensor for the first.
         return _itself, (_STAND_IN,)
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        flags = array.flags
+        if flags.writeable or array.dtype.hasobject or not array.nbytes or not flags.forc:
+            return array.__reduce_ex__(5)
+        # numpy would ask for a read-only view; what arrives is a copy, and stock's copies are writable.
+        order: Literal["C", "F"] = "C" if flags.c_contiguous else "F"
+        self._found.append(pickle.PickleBuffer(array.reshape(-1, order=order).view(np.uint8)))  # type: ignore[arg-type]
+        return _array_of, (_STAND_IN, array.dtype, array.shape, order)
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.is_shared():
@@ -209,6 +220,10 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
         *(_itself, (compressed,), _itself, (plain,), _itself, (tensor.values(),)),
         *(tensor.shape, tensor.layout),
     )
+
+
+def _array_of(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
+    return np.frombuffer(buffer, dtype).reshape(shape, order=order)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchcrew.cli.demo_digits import ColouredDigits, DigitArrays
 
-__all__ = ("RunResult", "RunSpec", "main", "train")
+__all__ = ("RunResult", "RunSpec", "loader_class", "main", "make_model", "train")
 
 BATCH_SIZE = 64
 TEST_BATCH_SIZE = 120

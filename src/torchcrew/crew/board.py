@@ -85,6 +85,15 @@ class Board:
         """The user waits for message ``number``, or `ANYTHING`, or `NOTHING`."""
         _NUMBER.pack_into(self._bytes, 8, number)
 
+    def expect(self, number: int) -> None:
+        """Message ``number`` is what the user needs next, whether it waits for it already or not; or `ANYTHING`."""
+        _NUMBER.pack_into(self._bytes, 16, number)
+
+    @property
+    def expected(self) -> int:
+        """What the user needs next."""
+        return int(_NUMBER.unpack_from(self._bytes, 16)[0])
+
     @property
     def wanted(self) -> int:
         """What the user waits for."""

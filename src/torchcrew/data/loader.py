@@ -96,10 +96,7 @@ class DataLoader(torch.utils.data.DataLoader[T]):
         torch.utils.data.DataLoader.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
 
     def _get_iterator(self) -> Any:
-        if self.num_workers == 0:
-            return super()._get_iterator()
-        self.check_worker_number_rationality()
-        return CrewIterator(self)
+        return torch_private.stock_get_iterator(self, CrewIterator)
 
 
 def install() -> None:

@@ -42,7 +42,8 @@ class LoaderRecord:
         self._name = name
         self._workers = workers
         self._epochs = 0
-        self.delivered = 0
+        self._delivered = 0
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wait_ns = 0
         self._first_ns: int | None = None
         self._begun_ns = time.perf_counter_ns()
@@ -50,9 +51,11 @@ class LoaderRecord:
         self._boards: list[Board] = []
         self._past = [0, 0, 0, 0]  # bytes, busy, idle, blocked of crews that have ended
 
-    def begin_epoch(self, board: Board) -> None:
-        """An epoch begins, with a crew that is new or was kept."""
+    def begin_epoch(self, iterator: Any, board: Board) -> None:
+        """An epoch of ``iterator`` begins, with a crew that is new or was kept."""
         self._epochs += 1
+        self._delivered += iterator._num_yielded
+        self._iterators.add(iterator)
         if not any(board is known for known in self._boards):
             self._boards.append(board)
 
@@ -63,8 +66,11 @@ class LoaderRecord:
         self._wait_ns += end_ns - begin_ns
         self._ended_at = time.time()
 
-    def end(self, board: Board) -> None:
+    def end(self, iterator: Any, board: Board) -> None:
         """A crew has ended: keep its sums."""
+        if iterator in self._iterators:
+            self._iterators.discard(iterator)
+            self._delivered += iterator._num_yielded
         if any(board is known for known in self._boards):
             self._boards = [known for known in self._boards if known is not board]
             self._past = [a + b for a, b in zip(self._past, _sums(board), strict=True)]
@@ -79,7 +85,7 @@ class LoaderRecord:
             name=self._name,
             workers=self._workers,
             epochs=self._epochs,
-            batches=self.delivered,
+            batches=self._delivered + sum(iterator._num_yielded for iterator in self._iterators),
             bytes=nbytes,
             wait_s=self._wait_ns / 1e9,
             first_batch_s=(self._first_ns or 0) / 1e9,

@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty
 from typing import Any
 
 from torchcrew import torch_private
@@ -30,7 +31,7 @@ from torchcrew.channel.writer import PLACE_MIN, BlockWriter
 from torchcrew.crew.board import ANYTHING, Board, State, WorkerCounters
 from torchcrew.errors import ArenaFull
 from torchcrew.memory import libc
-from torchcrew.memory.arena import Arena, ArenaOwner, Loan
+from torchcrew.memory.arena import SLOTS, Arena, ArenaOwner, Loan
 from torchcrew.memory.limits import BUDGET_VARIABLE
 
 __all__ = ("End", "WorkerEnds", "main")
@@ -40,6 +41,8 @@ __all__ = ("End", "WorkerEnds", "main")
 _STARVED = 1.0
 #: Seconds between two looks at the lease table while there is no room.
 _LOOK = 0.005
+#: Seconds between two looks of an idle worker whether another waits for memory that this one keeps warm.
+_IDLE_LOOK = 0.25
 
 
 class End(enum.Enum):
@@ -76,11 +79,12 @@ class _Worker:
 
     def __init__(self, ends: WorkerEnds) -> None:
         self.ends = ends
+        self.current = -1
         self.owner = ArenaOwner(ends.arena, ends.taken, self._may_take)
         self.writer = BlockWriter(self.owner, self._make_room)
         self.sender = Sender(ends.results, ends.number, self.writer)
         self.receiver = IndexReceiver(ends.indices, ends.spin)
-        self.current = -1
+        self.largest = 0
         self.items = 0
         self.nanoseconds = [0] * len(State)
         self._since = time.perf_counter_ns()
@@ -91,11 +95,14 @@ class _Worker:
         now = time.perf_counter_ns()
         self.nanoseconds[self._state] += now - self._since
         self._since, self._state = now, state
+        self._publish(self.owner.committed)
+
+    def _publish(self, committed: int) -> None:
         self.ends.board.write(
             self.ends.number,
             WorkerCounters(
-                state,
-                self.owner.committed,
+                self._state,
+                committed,
                 self.items,
                 self.writer.bytes_sent,
                 self.current,
@@ -105,13 +112,24 @@ class _Worker:
 
     def _may_take(self, nbytes: int) -> bool:
         board = self.ends.board
-        others = board.committed() - board.read(self.ends.number).committed
-        return others + nbytes <= self.ends.budget
+        if self.current < 0:  # what an earlier worker left in the arena
+            return board.committed() - board.read(self.ends.number).committed + nbytes <= self.ends.budget
+        self.largest = max(self.largest, nbytes - self.owner.committed)
+        # Who works ahead leaves room for the batch that the user needs next: what is ahead of it lies undelivered.
+        ahead = board.expected not in (ANYTHING, self.current)
+        # Claimed first and looked at then: of two workers that do this at once, none takes what the other has taken.
+        self._publish(nbytes)
+        if board.committed() + (self.largest if ahead else 0) <= self.ends.budget:
+            return True
+        self._publish(self.owner.committed)
+        return False
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until a batch comes back, as long as that can happen."""
         if nbytes > self.ends.budget:
             raise ArenaFull(self._full(nbytes, "This batch alone is larger than that."))
+        if nbytes > self.ends.arena.size - SLOTS:
+            raise ArenaFull(self._full(nbytes, "No file of this process may be that large (`ulimit -f`)."))
         before = self.owner.used
         state = self._state
         self.enter(State.BLOCKED)
@@ -119,8 +137,11 @@ class _Worker:
         try:
             while not self.sender.hung_up(_LOOK):
                 self.owner.recycle()
-                if self.owner.used < before or self._may_take(self.owner.committed + nbytes):
+                free = self._may_take(self.owner.committed + nbytes) and self.owner.fits(nbytes)
+                if self.owner.used < before or free:
                     return
+                if self.owner.warm:  # too small for this batch, but maybe not for another worker's
+                    self.give_up()
                 if not self._starving():
                     starved_since = None
                 elif starved_since is None:
@@ -130,6 +151,17 @@ class _Worker:
             raise ArenaFull("the loader is closing")
         finally:
             self.enter(state)
+
+    def give_up(self) -> None:
+        """Give free pages back to the system: they count for the budget, and another worker waits for room."""
+        self.owner.recycle()
+        self.owner.shrink(0)
+        self.enter(self._state)
+
+    def wanted_by_others(self) -> bool:
+        """Whether another worker waits for room."""
+        board = self.ends.board
+        return any(board.read(k).state is State.BLOCKED for k in range(board.workers) if k != self.ends.number)
 
     def _starving(self) -> bool:
         """Whether the user waits for something that cannot come before somebody gives memory back."""
@@ -156,7 +188,7 @@ class _IndexEnd:
     def get(self, timeout: float) -> Any:
         self._worker.enter(State.IDLE)
         try:
-            item = self._worker.receiver.get(timeout)
+            item = self._next(timeout)
         except EOFError:
             # The user is gone, or is exiting. Leave quietly, as torch does: there is nobody to tell.
             raise SystemExit(0) from None
@@ -164,6 +196,17 @@ class _IndexEnd:
             self._worker.current = item[0]
         self._worker.enter(State.BUSY)
         return item
+
+    def _next(self, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._worker.receiver.get(_IDLE_LOOK)
+            except Empty:
+                if self._worker.wanted_by_others():
+                    self._worker.give_up()
+                if time.monotonic() >= deadline:
+                    raise
 
 
 class _ResultEnd:
@@ -175,15 +218,14 @@ class _ResultEnd:
     def put(self, item: Any) -> None:
         worker = self._worker
         worker.items += 1
-        try:
+        # A broken pipe: the user hung up; the end, or its own death, is on its way.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
                 worker.sender.send(item)
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 raise
             except Exception:
                 worker.sender.send((item[0], self._failure(item[1])))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the user hung up; the end, or its own death, is on its way
 
     def _failure(self, data: Any) -> Any:
         """What to send instead of something that cannot be pickled."""

@@ -20,13 +20,12 @@ from __future__ import annotations
 import ctypes
 import heapq
 import os
-import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing import reduction
 from typing import Any
 
 from torchcrew.memory import libc
-from torchcrew.memory.lease import FREE, ON_LOAN, UNUSED, Lease
+from torchcrew.memory.lease import FREE, ON_LOAN, UNUSED, Lease, sweep_now_and_then
 from torchcrew.memory.limits import file_size_limit
 from torchcrew.memory.mapping import Mapping, round_block
 from torchcrew.memory.ranges import Ranges
@@ -101,7 +100,7 @@ def _attach(fd: Any, size: int) -> Arena:
 class Block:
     """A range of the arena that its owner writes (``view`` is set) or has lent (``view`` is None)."""
 
-    __slots__ = ("_local", "address", "nbytes", "offset", "slot", "view", "warm")
+    __slots__ = ("_seen", "address", "nbytes", "offset", "slot", "view", "warm")
 
     def __init__(self, slot: int, offset: int, nbytes: int, warm: bool, view: Any, address: int) -> None:
         self.slot = slot
@@ -110,11 +109,15 @@ class Block:
         self.warm = warm
         self.view = view
         self.address = address
-        self._local: weakref.ref[Any] | None = None if view is None else weakref.ref(view)
+        # The owner is a consumer of its own, with a lease table of one byte: forked children count, too.
+        self._seen = bytearray((FREE,))
+        if view is not None:
+            self._seen[0] = ON_LOAN
+            Lease(view, None, self._seen, 0, offset, nbytes)
 
     def seen_here(self) -> bool:
-        """Whether the owner's process itself still looks at it, say through a batch that the dataset caches."""
-        return self._local is not None and self._local() is not None
+        """Whether this process, or a child of it, still looks at it, say through a batch that the dataset caches."""
+        return self._seen[0] != FREE
 
 
 class ArenaOwner:
@@ -209,6 +212,11 @@ class ArenaOwner:
         self._unsent.append(block)
         return block
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether the file has a free range for ``nbytes``, budget aside (`ulimit -f` can make it small)."""
+        size = round_block(nbytes)
+        return any(end - start >= size for start, end in (*self._hot, *self._cold))
+
     def _new_slot(self) -> int:
         if self._slots:
             return heapq.heappop(self._slots)
@@ -242,6 +250,7 @@ class ArenaOwner:
 
     def recycle(self) -> None:
         """Take back what consumers returned (and what was written but never sent)."""
+        sweep_now_and_then()
         table = bytes(self.arena.table[: self._high])
         slot = table.find(FREE)
         while slot >= 0:
