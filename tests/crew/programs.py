@@ -107,6 +107,19 @@ def running(code: str, *, path: Path | None = None, env: dict[str, str] | None =
         process.stdout.close()
 
 
+def descriptor_counts(pids: Iterable[int]) -> list[int]:
+    """How many descriptors each has open, once none has closed one for a while: a message may still be on its way."""
+    pids = list(pids)
+    deadline = time.monotonic() + 5.0
+    counts: list[int] = []
+    quiet = 0
+    while quiet < 10 and time.monotonic() < deadline:
+        now = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+        quiet, counts = (quiet + 1 if now == counts else 0), now
+        time.sleep(0.02)
+    return counts
+
+
 def script(
     tmp_path: Path, text: str, *arguments: str, timeout: float = 40, **env: str
 ) -> subprocess.CompletedProcess[str]:

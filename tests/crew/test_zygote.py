@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.crew import zygote_cases as cases
-from tests.crew.programs import run, state
+from tests.crew.programs import descriptor_counts, run, state
 from torchcrew.crew import guardian, zygote
 
 pytestmark = pytest.mark.timeout(60)
@@ -275,17 +275,11 @@ def test_starts_leak_nothing(ctx: Any) -> None:
     run(ctx.Process(target=cases.nothing))
     run(ctx.Process(target=cases.nothing))
 
-    def counts() -> list[int]:
-        pids = (os.getpid(), guardian.pid(), *zygote.pids())
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
-
-    before = counts()
+    pids = [os.getpid(), guardian.pid() or 0, *zygote.pids()]
+    before = descriptor_counts(pids)
     for _ in range(50):
         assert run(ctx.Process(target=cases.nothing)) == 0
-    deadline = time.monotonic() + 5
-    while counts() != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the guardian is told, not asked
-    assert counts() == before
+    assert descriptor_counts(pids) == before
 
 
 def test_a_warm_start_is_quick(ctx: Any) -> None:

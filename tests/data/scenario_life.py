@@ -33,7 +33,7 @@ ITERATOR_ATTRIBUTES = (
         "_send_idx",
         "_workers_status",
     ),
-    *("_workers_num_tasks", "_tasks_outstanding", "_profile_name", "_shared_seed", "_worker_init_fn"),
+    *("_workers_num_tasks", "_profile_name", "_shared_seed", "_worker_init_fn"),
 )
 
 

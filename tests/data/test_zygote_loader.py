@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.utils.data
 
-from tests.crew.programs import running, state, survivors
+from tests.crew.programs import descriptor_counts, running, state, survivors
 from tests.data.observe import rng
 from tests.data.scenario_errors import Raises
 from tests.data.scenario_order import Draws, Stream
@@ -232,20 +232,15 @@ def test_pidfds_of_a_worker(method: str, number: int) -> None:
 def test_epochs_leave_no_descriptor_anywhere() -> None:
     """Neither here nor in the guardian or the zygotes."""
 
-    def counts() -> list[int]:
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), guardian.pid(), *zygote.pids())]
-
     def epochs(number: int) -> None:
         for _ in range(number):
             assert len(list(load(Rows(8), batch_size=2))) == 4
 
     epochs(2)
-    before = counts()
+    pids = [os.getpid(), guardian.pid() or 0, *zygote.pids()]
+    before = descriptor_counts(pids)
     epochs(5)
-    deadline = time.monotonic() + 5
-    while counts() != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the guardian is told, not asked
-    assert counts() == before
+    assert descriptor_counts(pids) == before
 
 
 USER = """

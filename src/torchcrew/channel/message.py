@@ -20,6 +20,7 @@ import copyreg
 import ctypes
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NamedTuple
@@ -140,7 +141,7 @@ class Encoder:
             if tensor.is_cpu and (tensor.is_sparse or tensor.layout in _COMPRESSED):
                 return _reduce_sparse(tensor)
             if tensor.is_cpu and tensor.is_quantized:
-                return tensor.__reduce_ex__(5)
+                return _rebuild_quietly, tensor.__reduce_ex__(5)
             return reductions.reduce_tensor(tensor)
         if not tensor.is_cpu or tensor.untyped_storage().is_shared():
             return reductions.reduce_tensor(tensor)
@@ -224,6 +225,13 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
 
 def _array_of(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
     return np.frombuffer(buffer, dtype).reshape(shape, order=order)
+
+
+def _rebuild_quietly(function: Callable[..., Any], arguments: Any) -> Any:
+    """Call torch's function, which warns of its own use of typed storages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return function(*arguments)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

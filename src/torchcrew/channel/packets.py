@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import reduction
 from queue import Empty
 from typing import Any
 
@@ -37,9 +38,27 @@ _FRAGMENT = 32 << 10
 _RETRY = 0.01
 
 
+class _Socket(socket.socket):
+    """A socket that is closed when it is forgotten, and not with a warning.
+
+    A forked child inherits its parent's, and forgets them whenever its collector comes by.
+    """
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return _attach, (reduction.DupFd(self.fileno()),)
+
+
+def _attach(fd: Any) -> _Socket:
+    return _Socket(fileno=fd.detach())
+
+
 def seqpacket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep messages whole."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Two connected sockets that keep messages whole. They pickle while a process starts."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return _Socket(fileno=one.detach()), _Socket(fileno=other.detach())
 
 
 def _look(looks: int, receive: Callable[..., Any], *args: Any) -> Any:
