@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +146,9 @@ def outcome(make: Callable[[], Any]) -> Outcome:
             start = time.monotonic()
     except Exception as error:
         kind, text = type(error).__qualname__, str(error)
+        # The error is in a cycle with the frame that raised it. Freed by the cyclic collector, stock's iterator finds
+        # its queues finalized before itself, and waits 5 s for each worker.
+        traceback.clear_frames(error.__traceback__)
     else:
         kind, text = "", ""
     text = re.sub(r"\(pid(\(s\))? ?\d+(, \d+)*\)", "(pid N)", text)

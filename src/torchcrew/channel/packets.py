@@ -19,7 +19,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import reduction
 from queue import Empty
 from typing import Any
 
@@ -28,7 +27,7 @@ from torchcrew.channel.writer import BlockWriter
 from torchcrew.memory.arena import Loan
 from torchcrew.memory.lease import SWEEP_EVERY, sweep_now_and_then
 
-__all__ = ("IndexReceiver", "IndexSender", "Receiver", "Sender", "seqpacket_pair")
+__all__ = ("IndexReceiver", "IndexSender", "Receiver", "Sender")
 
 _HEAD = struct.Struct("II")  # sender's number, bytes of the header
 _TIMEVAL = struct.Struct("ll")
@@ -36,29 +35,6 @@ _LAST, _MORE = b"\0", b"\1"
 _FRAGMENT = 32 << 10
 #: While an index socket is full, how often to try again, in seconds. Rare: it takes thousands of unread indices.
 _RETRY = 0.01
-
-
-class _Socket(socket.socket):
-    """A socket that is closed when it is forgotten, and not with a warning.
-
-    A forked child inherits its parent's, and forgets them whenever its collector comes by.
-    """
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __reduce__(self) -> Any:
-        return _attach, (reduction.DupFd(self.fileno()),)
-
-
-def _attach(fd: Any) -> _Socket:
-    return _Socket(fileno=fd.detach())
-
-
-def seqpacket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep messages whole. They pickle while a process starts."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return _Socket(fileno=one.detach()), _Socket(fileno=other.detach())
 
 
 def _look(looks: int, receive: Callable[..., Any], *args: Any) -> Any:

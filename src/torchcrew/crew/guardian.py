@@ -30,6 +30,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from torchcrew.channel.sockets import QuietSocket, seqpacket_pair
 from torchcrew.crew.guardian_main import IGNORED, MESSAGE, is_dead
 
 __all__ = ("descriptors", "forget", "pid", "watch")
@@ -45,7 +46,7 @@ class _Link:
 
     pid: int
     pidfd: int
-    control: int
+    control: QuietSocket
 
     def is_alive(self) -> bool:
         return not is_dead(self.pidfd)
@@ -60,20 +61,16 @@ class _Link:
         ancillary = [] if pidfd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))]
         # Not socket.send_fds, which drops the flags given to it.
         flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=self.control)
-        try:
-            while True:
-                try:
-                    control.sendmsg([MESSAGE.pack(kind, worker)], ancillary, flags)
-                    return
-                except OSError as error:
-                    # No room for the message, or (ETOOMANYREFS) for one more descriptor in flight; both pass as
-                    # soon as the guardian reads.
-                    if isinstance(error, ConnectionError) or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.002)
-        finally:
-            control.detach()
+        while True:
+            try:
+                self.control.sendmsg([MESSAGE.pack(kind, worker)], ancillary, flags)
+                return
+            except OSError as error:
+                # No room for the message, or (ETOOMANYREFS) for one more descriptor in flight; both pass as soon as
+                # the guardian reads.
+                if isinstance(error, ConnectionError) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.002)
 
     def retire(self) -> None:
         """Make sure that this guardian is gone, and reaped."""
@@ -84,7 +81,7 @@ class _Link:
         self.close()
 
     def close(self) -> None:
-        os.close(self.control)
+        self.control.close()
         os.close(self.pidfd)
 
 
@@ -217,7 +214,7 @@ def descriptors() -> tuple[int, ...]:
     """
     with _lock:
         link = _own_state().link
-        return (link.control, link.pidfd) if link is not None else ()
+        return (link.control.fileno(), link.pidfd) if link is not None else ()
 
 
 def _own_state() -> _State:
@@ -256,7 +253,7 @@ def _after_fork_in_child() -> None:
 def _start() -> _Link:
     """Start a guardian of this process; it need not be up when this returns."""
     program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = seqpacket_pair()
     user = os.pidfd_open(os.getpid())
     # Blocked signals stay blocked over exec: there is no moment in which a Ctrl-C could end the new process.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
@@ -271,9 +268,8 @@ def _start() -> _Link:
             start_new_session=True,  # done before Popen returns: a signal to our process group does not reach it
         )
         process.returncode = 0  # we reap it; without this its finalizer complains that it still runs
-        return _Link(process.pid, os.pidfd_open(process.pid), ours.detach())
+        return _Link(process.pid, os.pidfd_open(process.pid), ours)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(user)
-        ours.close()
         theirs.close()

@@ -25,6 +25,7 @@ from multiprocessing import process, resource_tracker, spawn
 from multiprocessing import util as _typed_util
 from typing import Any
 
+from torchcrew.channel.sockets import QuietSocket, seqpacket_pair
 from torchcrew.crew import guardian
 from torchcrew.crew.guardian_main import IGNORED, is_dead
 from torchcrew.crew.situation import Situation
@@ -57,9 +58,9 @@ class Gone(Exception):
 class Server:
     """A running zygote as its user sees it."""
 
-    def __init__(self, control: socket.socket, pid: int, pidfd: int) -> None:
+    def __init__(self, control: QuietSocket, pid: int, pidfd: int) -> None:
         """Take over the user's end of its socket, and its pidfd."""
-        self.control = control.detach()  # raw: says nothing at interpreter exit
+        self.control = control
         self.pid = pid
         self.pidfd = pidfd
         self.number = 0
@@ -71,11 +72,10 @@ class Server:
             Gone: nobody reads it.
         """
         self.number += 1
-        with self._socket() as control:
-            try:
-                send(control, kind, self.number, value, fds)
-            except (ConnectionError, TimeoutError) as error:
-                raise Gone from error
+        try:
+            send(self.control, kind, self.number, value, fds)
+        except (ConnectionError, TimeoutError) as error:
+            raise Gone from error
         return self.number
 
     def reply(self, number: int, timeout: float) -> tuple[bytes, int, int]:
@@ -86,11 +86,10 @@ class Server:
         """
         deadline = time.monotonic() + timeout
         while self._wait(deadline):
-            with self._socket() as control:
-                try:
-                    message = receive(control)
-                except OSError:
-                    message = None
+            try:
+                message = receive(self.control)
+            except OSError:
+                message = None
             if message is None:
                 break
             kind, answered, value, fds = message
@@ -106,26 +105,17 @@ class Server:
         poller.register(self.control, select.POLLIN)
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
-    @contextlib.contextmanager
-    def _socket(self) -> Any:
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=self.control)
-        try:
-            yield control
-        finally:
-            control.detach()
-
     def is_alive(self) -> bool:
         """Whether it is known to run."""
         return self.pidfd >= 0 and not is_dead(self.pidfd)
 
     def retire(self) -> None:
         """Have it end when its last child has; it takes no more requests."""
-        if self.control >= 0:
-            with contextlib.suppress(OSError), self._socket() as control:
-                control.setblocking(False)
-                send(control, b"Q", 0)
-            os.close(self.control)
-            self.control = -1
+        if self.control.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self.control.setblocking(False)
+                send(self.control, b"Q", 0)
+            self.control.close()
 
     def kill(self) -> None:
         """End it at once. Its children run on."""
@@ -145,13 +135,13 @@ class Server:
 
     def descriptors(self) -> tuple[int, ...]:
         """The raw descriptors it has open in this process."""
-        return tuple(fd for fd in (self.control, self.pidfd) if fd >= 0)
+        return tuple(fd for fd in (self.control.fileno(), self.pidfd) if fd >= 0)
 
 
 class MainServer(Server):
     """The zygote that imports the script, from the moment it was asked for."""
 
-    def __init__(self, control: socket.socket, key: str) -> None:
+    def __init__(self, control: QuietSocket, key: str) -> None:
         """Take over the user's end of its socket; ``key`` tells what it was asked for."""
         super().__init__(control, -1, -1)
         self.key = key
@@ -168,8 +158,7 @@ class MainServer(Server):
         while self.reason is None:
             if not self._wait(deadline):
                 return False
-            with self._socket() as control:
-                data, ancillary, _, _ = control.recvmsg(1000, socket.CMSG_SPACE(4))
+            data, ancillary, _, _ = self.control.recvmsg(1000, socket.CMSG_SPACE(4))
             kind, _, value, _ = HEADER.unpack(data[: HEADER.size]) if data else (b"", 0, 0, 0)
             if kind == b"O":
                 raise Gone
@@ -236,7 +225,7 @@ class Zygotes:
 
     def start_main(self, base: Server, situation: Situation, preparation: dict[str, Any]) -> MainServer:
         """Ask for a main zygote, without waiting for it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = seqpacket_pair()
         payload = to_memory(pickle.dumps((situation, _shared(preparation))))
         with theirs:
             self.main = MainServer(ours, _key(situation, preparation))
@@ -279,8 +268,9 @@ class Zygotes:
     def abandon(self) -> None:
         """Close what a forked child inherited."""
         for server in self.servers():
-            for fd in server.descriptors():
-                os.close(fd)
+            server.control.close()
+            if server.pidfd >= 0:
+                os.close(server.pidfd)
 
 
 def script_of(preparation: dict[str, Any]) -> str | None:
@@ -336,7 +326,7 @@ def _base_key(situation: Situation, preloads: tuple[str, ...]) -> object:
 
 def _start_base(preloads: tuple[str, ...]) -> Server:
     """Execute a zygote, without waiting for it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = seqpacket_pair()
     user = os.pidfd_open(os.getpid())
     group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
     flags: list[str] = util._args_from_interpreter_flags()
@@ -357,7 +347,6 @@ def _start_base(preloads: tuple[str, ...]) -> Server:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(user)
-        ours.close()
         theirs.close()
     guardian.watch(server.pid)
     return server

@@ -18,7 +18,8 @@ import threading
 from multiprocessing import util
 from typing import Any
 
-from torchcrew.channel.packets import SPIN, IndexSender, Receiver, seqpacket_pair
+from torchcrew.channel.packets import SPIN, IndexSender, Receiver
+from torchcrew.channel.sockets import seqpacket_pair
 from torchcrew.crew import guardian
 from torchcrew.crew.board import NOTHING, Board
 from torchcrew.crew.cpus import usable_cores

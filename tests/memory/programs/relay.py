@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcrew.channel.packets import IndexReceiver, IndexSender, Receiver, Sender, seqpacket_pair
+from torchcrew.channel.packets import IndexReceiver, IndexSender, Receiver, Sender
+from torchcrew.channel.sockets import seqpacket_pair
 from torchcrew.channel.writer import BlockWriter
 from torchcrew.errors import ArenaFull
 from torchcrew.memory.arena import Arena, ArenaOwner, Loan
