@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from tests.channel.link import Link, link
-from torchcrew.channel.packets import IndexReceiver, IndexSender, Receiver, Sender, seqpacket_pair
+from torchcrew.channel.packets import IndexReceiver, IndexSender, Receiver, Sender
+from torchcrew.channel.sockets import seqpacket_pair
 from torchcrew.memory.arena import Loan
 from torchcrew.memory.lease import ON_LOAN
 

@@ -165,6 +165,8 @@ class Encoder:
 
     def _copy(self, spans: list[Span]) -> tuple[bytes | bytearray, list[Place]]:
         """Put the data where it travels: inline, or in the writer's blocks; returns the inline data and the places."""
+        if len(spans) == 1 and spans[0].stride is None and 0 < spans[0].nbytes <= INLINE_MAX:
+            return ctypes.string_at(spans[0].start, spans[0].nbytes), [(INLINE, 0)]
         ranges = simple_ranges(spans)
         within: list[tuple[int, int]] | None = None
         if ranges is None:
@@ -184,7 +186,7 @@ class Encoder:
         if writer is None:
             return Encoded(pickle.dumps((payload, records, ()), 5), body)
         used = {record[0] for record in records if record[0] >= 0}
-        if len(payload) + len(body) + sum(map(_record_bytes, records)) <= PACKET_MAX:
+        if len(payload) + len(body) + _record_bytes(records) <= PACKET_MAX:
             return Encoded(pickle.dumps((payload, records, writer.lend(used)), 5), body)
         inner = ctypes.create_string_buffer(pickle.dumps((payload, records), 5))
         [(index, offset)] = writer.place([(ctypes.addressof(inner), len(inner))])
@@ -192,14 +194,12 @@ class Encoder:
         return Encoded(header, body)
 
 
-def _record_bytes(record: Record) -> int:
-    """At most what a record takes in a pickle."""
-    return _RECORD_BYTES + 2 * _NUMBER_BYTES * len(record[5] or ())
+def _record_bytes(records: list[Record]) -> int:
+    """At most what records take in a pickle."""
+    return sum(_RECORD_BYTES + 2 * _NUMBER_BYTES * len(record[5] or ()) for record in records)
 
 
 def _inline(ranges: list[Range]) -> tuple[bytes | bytearray, list[Place]]:
-    if len(ranges) == 1:
-        return ctypes.string_at(*ranges[0]), [(INLINE, 0)]
     body = bytearray()
     places = []
     for start, nbytes in ranges:

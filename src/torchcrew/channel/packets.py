@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import select
 import socket
 import struct
@@ -43,7 +44,7 @@ def _look(looks: int, receive: Callable[..., Any], *args: Any) -> Any:
         try:
             return receive(*args, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass
+            os.sched_yield()  # whoever wants this core comes first: maybe the process that we wait for
     return None
 
 
@@ -80,7 +81,6 @@ class Receiver:
         sock: the socket.
         lease: opens a loan of sender ``number``.
         on_death: called with the number of a worker that died, once; returns whether that was unexpected.
-        spin: how often to look before sleeping; see `SPIN`.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class Receiver:
         sock: socket.socket,
         lease: Callable[[int, Loan], Any],
         on_death: Callable[[int], bool],
-        spin: int = 0,
     ) -> None:
         self._sock = sock
         self._lease = lease
@@ -96,7 +95,6 @@ class Receiver:
         self._epoll = select.epoll()
         self._epoll.register(sock, select.EPOLLIN)
         self._pidfds: dict[int, int] = {}
-        self._spin = spin
         self.on_wait: Callable[[bool], None] = lambda begins: None
         self._buffer = bytearray(PACKET_MAX + INLINE_SLACK)
         self._view = memoryview(self._buffer)
@@ -114,7 +112,7 @@ class Receiver:
             Empty: none came within ``timeout`` seconds, or a worker died and everything it had sent is delivered, or
                 the receiver was hung up.
         """
-        nbytes = _look(self._spin + 1, self._sock.recv_into, self._buffer, 0)
+        nbytes = _look(LOOKS, self._sock.recv_into, self._buffer, 0)
         if nbytes is None:
             self.on_wait(True)
             try:
@@ -136,11 +134,14 @@ class Receiver:
             left = -1 if deadline is None else deadline - time.monotonic()
             if deadline is not None and left <= 0:
                 raise Empty
-            if [sender for sender in self.index_senders if not sender.flush()]:
+            if [sender for sender in self.index_senders if sender.backlog and not sender.flush()]:
                 left = _RETRY if left < 0 else min(left, _RETRY)
             if sweep_now_and_then():  # the worker may wait for just these blocks
                 left = SWEEP_EVERY if left < 0 else min(left, SWEEP_EVERY)
-            for fd, _ in sorted(self._epoll.poll(left), key=lambda event: event[0] in self._pidfds):
+            events = self._epoll.poll(left)
+            if len(events) > 1:
+                events.sort(key=lambda event: event[0] in self._pidfds)
+            for fd, _ in events:
                 if fd not in self._pidfds:
                     with contextlib.suppress(BlockingIOError):
                         return self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
@@ -163,9 +164,9 @@ class Receiver:
         self._sock.close()
 
 
-#: Looks before sleeping, where a core is left for the other side. Putting a process to sleep and waking it costs tens
-#: of microseconds; this many looks take about as long.
-SPIN = 30
+#: Looks before sleeping. Putting a process to sleep and waking it costs tens of microseconds, more where the core is
+#: virtual; this many looks take about as long, and each offers the core to others first.
+LOOKS = 60
 #: Room in the receiver's buffer beyond a packet's limit, for the pickle of records and loans around it.
 INLINE_SLACK = 64 << 10
 
@@ -176,7 +177,7 @@ class IndexSender:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._encode = Encoder().encode
-        self._backlog: collections.deque[bytes] = collections.deque()
+        self.backlog: collections.deque[bytes] = collections.deque()
         self.ended = False
 
     def put(self, obj: Any) -> None:
@@ -187,26 +188,27 @@ class IndexSender:
         """
         self.ended = self.ended or obj is None
         header, body = self._encode(obj)
-        data = _HEAD.pack(0, len(header)) + header + body
+        data = b"".join((_LAST, _HEAD.pack(0, len(header)), header, body))
         if len(data) <= _FRAGMENT:
-            self._backlog.append(_LAST + data)
+            self.backlog.append(data)
             self.flush()
             return
+        data = data[1:]
         for start in range(0, len(data), _FRAGMENT):
             more = start + _FRAGMENT < len(data)
-            self._backlog.append((_MORE if more else _LAST) + data[start : start + _FRAGMENT])
+            self.backlog.append((_MORE if more else _LAST) + data[start : start + _FRAGMENT])
         self.flush()
 
     def flush(self) -> bool:
         """Send what waits, as far as the socket takes it; whether that was everything."""
         try:
-            while self._backlog:
-                self._sock.send(self._backlog[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                self._backlog.popleft()
+            while self.backlog:
+                self._sock.send(self.backlog[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self.backlog.popleft()
         except BlockingIOError:
             return False
         except OSError:  # the worker is gone, or we closed: whoever waits for its answer is told by its pidfd
-            self._backlog.clear()
+            self.backlog.clear()
         return True
 
     def close(self) -> None:
@@ -217,9 +219,8 @@ class IndexSender:
 class IndexReceiver:
     """A worker's end of its index socket."""
 
-    def __init__(self, sock: socket.socket, spin: int = 0) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._spin = spin
         self._timeout = -1.0
         self._parts = bytearray()
 
@@ -237,7 +238,7 @@ class IndexReceiver:
             )
             self._timeout = timeout
         while True:
-            data = _look(self._spin, self._sock.recv, _FRAGMENT + 1)
+            data = _look(LOOKS, self._sock.recv, _FRAGMENT + 1)
             try:
                 data = data or self._sock.recv(_FRAGMENT + 1)
             except BlockingIOError:

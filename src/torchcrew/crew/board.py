@@ -1,8 +1,8 @@
 """The crew's notice board: one small memfd that every worker of a crew and its user map.
 
-    ┌─ done: u8 ─┬─ wanted: i64 ──┐ ┌─ worker 0: 8 x i64 ─┐ ┌─ worker 1 ─┐ ...
-    │  by the user                │ │ by worker 0         │ │            │
-    └────────────┴────────────────┘ └─────────────────────┘ └────────────┘
+    ┌─ done, wanted, expected ─┐ ┌─ worker 0: 8 fields ─┐ ┌─ worker 1 ─┐ ...      each an i64
+    │  by the user             │ │ by worker 0          │ │            │
+    └──────────────────────────┘ └──────────────────────┘ └────────────┘
 
 Every field has one writer, so nothing is ever locked; readers may see the fields of a worker at slightly different
 moments. `done` ends the crew, `wanted` says what the user waits for, the workers' fields are their state and counters:
@@ -24,9 +24,9 @@ __all__ = ("ANYTHING", "NOTHING", "Board", "State", "WorkerCounters")
 #: Values of `wanted` beside the number of a message: the user is busy / takes whatever comes first.
 NOTHING, ANYTHING = -1, -2
 
-_LINE = 64  # bytes: a cache line each, or the writers would slow each other
+_LINE = 8  # fields: a cache line each, or the writers would slow each other
 _COUNTERS = struct.Struct("8q")
-_NUMBER = struct.Struct("q")
+_DONE, _WANTED, _EXPECTED = range(3)
 
 
 class State(IntEnum):
@@ -57,6 +57,7 @@ class Board:
         self.workers = workers
         self._mapping = Mapping(fd)
         self._bytes = memoryview(self._mapping.view(0, _size(workers))).cast("B")
+        self._fields = self._bytes.cast("q")
 
     @classmethod
     def create(cls, workers: int) -> Board:
@@ -75,37 +76,41 @@ class Board:
     @property
     def done(self) -> bool:
         """Whether the crew is to end."""
-        return self._bytes[0] != 0
+        return self._fields[_DONE] != 0
 
     def set_done(self) -> None:
         """Tell every worker to end."""
-        self._bytes[0] = 1
+        self._fields[_DONE] = 1
 
     def want(self, number: int) -> None:
         """The user waits for message ``number``, or `ANYTHING`, or `NOTHING`."""
-        _NUMBER.pack_into(self._bytes, 8, number)
-
-    def expect(self, number: int) -> None:
-        """Message ``number`` is what the user needs next, whether it waits for it already or not; or `ANYTHING`."""
-        _NUMBER.pack_into(self._bytes, 16, number)
-
-    @property
-    def expected(self) -> int:
-        """What the user needs next."""
-        return int(_NUMBER.unpack_from(self._bytes, 16)[0])
+        self._fields[_WANTED] = number
 
     @property
     def wanted(self) -> int:
         """What the user waits for."""
-        return int(_NUMBER.unpack_from(self._bytes, 8)[0])
+        return self._fields[_WANTED]
+
+    def expect(self, number: int) -> None:
+        """Message ``number`` is what the user needs next, whether it waits for it already or not; or `ANYTHING`."""
+        self._fields[_EXPECTED] = number
+
+    @property
+    def expected(self) -> int:
+        """What the user needs next."""
+        return self._fields[_EXPECTED]
 
     def write(self, worker: int, counters: WorkerCounters) -> None:
         """Publish a worker's fields. Only that worker calls it."""
-        _COUNTERS.pack_into(self._bytes, _LINE * (1 + worker), *counters)
+        _COUNTERS.pack_into(self._bytes, 8 * _LINE * (1 + worker), *counters)
+
+    def set_state(self, worker: int, state: State) -> None:
+        """Publish a worker's state alone. Only that worker calls it."""
+        self._fields[_LINE * (1 + worker)] = state
 
     def read(self, worker: int) -> WorkerCounters:
         """A worker's fields."""
-        state, *rest = _COUNTERS.unpack_from(self._bytes, _LINE * (1 + worker))
+        state, *rest = _COUNTERS.unpack_from(self._bytes, 8 * _LINE * (1 + worker))
         return WorkerCounters(State(state), *rest)
 
     def committed(self) -> int:
@@ -114,7 +119,7 @@ class Board:
 
 
 def _size(workers: int) -> int:
-    return round_block(_LINE * (1 + workers))
+    return round_block(8 * _LINE * (1 + workers))
 
 
 def _attach(fd: Any, workers: int) -> Board:

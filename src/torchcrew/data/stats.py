@@ -47,7 +47,8 @@ class LoaderRecord:
         self._wait_ns = 0
         self._first_ns: int | None = None
         self._begun_ns = time.perf_counter_ns()
-        self._started_at = self._ended_at = time.time()
+        self._waited_ns = self._begun_ns
+        self._started_at = time.time()
         self._boards: list[Board] = []
         self._past = [0, 0, 0, 0]  # bytes, busy, idle, blocked of crews that have ended
 
@@ -64,7 +65,7 @@ class LoaderRecord:
         if self._first_ns is None:
             self._first_ns = end_ns - self._begun_ns
         self._wait_ns += end_ns - begin_ns
-        self._ended_at = time.time()
+        self._waited_ns = end_ns
 
     def end(self, iterator: Any, board: Board) -> None:
         """A crew has ended: keep its sums."""
@@ -93,7 +94,7 @@ class LoaderRecord:
             idle_s=idle / 1e9,
             blocked_s=blocked / 1e9,
             started_at=self._started_at,
-            ended_at=self._ended_at,
+            ended_at=self._started_at + (self._waited_ns - self._begun_ns) / 1e9,
         )
 
 

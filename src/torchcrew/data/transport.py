@@ -18,11 +18,10 @@ import threading
 from multiprocessing import util
 from typing import Any
 
-from torchcrew.channel.packets import SPIN, IndexSender, Receiver
+from torchcrew.channel.packets import IndexSender, Receiver
 from torchcrew.channel.sockets import seqpacket_pair
 from torchcrew.crew import guardian
 from torchcrew.crew.board import NOTHING, Board
-from torchcrew.crew.cpus import usable_cores
 from torchcrew.data.worker import End, WorkerEnds, main
 from torchcrew.memory import pool
 from torchcrew.memory.arena import Arena, Loan
@@ -86,8 +85,6 @@ class Transport:
         self.pid = os.getpid()
         self.board = Board.create(workers)
         received, self._sent = seqpacket_pair()
-        # Looking before sleeping pays where the trainer and every worker have a core of their own.
-        self._spin = SPIN if usable_cores() > workers else 0
         self._arenas: list[Arena] = []
         self._processes: list[Any] = []
         self._senders: list[_Indices] = []
@@ -97,7 +94,6 @@ class Transport:
             received,
             functools.partial(_lease, self._arenas),
             functools.partial(_died, self._processes, self._senders),
-            self._spin,
         )
         self.receiver.index_senders = self._senders
         self._results: _Results | None = None
@@ -154,7 +150,6 @@ class Transport:
             # as the process. Everywhere else the guardian is alone responsible.
             user=os.getpid(),
             die_with_thread=threading.current_thread() is threading.main_thread(),
-            spin=self._spin,
             inherited=inherited,
         )
 

@@ -66,7 +66,6 @@ class WorkerEnds:
     budget: int
     user: int  # pid
     die_with_thread: bool
-    spin: int
     #: The user's ends of everything, which a forked worker inherits and must close.
     inherited: list[Any] = field(default_factory=list)
 
@@ -83,7 +82,7 @@ class _Worker:
         self.owner = ArenaOwner(ends.arena, ends.taken, self._may_take)
         self.writer = BlockWriter(self.owner, self._make_room)
         self.sender = Sender(ends.results, ends.number, self.writer)
-        self.receiver = IndexReceiver(ends.indices, ends.spin)
+        self.receiver = IndexReceiver(ends.indices)
         self.largest = 0
         self.items = 0
         self.nanoseconds = [0] * len(State)
@@ -92,10 +91,15 @@ class _Worker:
 
     def enter(self, state: State) -> None:
         """Count the time of the state that ends, and publish."""
+        self.begin(state)
+        self._publish(self.owner.committed)
+
+    def begin(self, state: State) -> None:
+        """Count the time of the state that ends, and publish the new state; the counters go with the next `enter`."""
         now = time.perf_counter_ns()
         self.nanoseconds[self._state] += now - self._since
         self._since, self._state = now, state
-        self._publish(self.owner.committed)
+        self.ends.board.set_state(self.ends.number, state)
 
     def _publish(self, committed: int) -> None:
         self.ends.board.write(
@@ -186,27 +190,26 @@ class _IndexEnd:
         self._worker = worker
 
     def get(self, timeout: float) -> Any:
-        self._worker.enter(State.IDLE)
+        worker = self._worker
+        worker.enter(State.IDLE)
         try:
             item = self._next(timeout)
         except EOFError:
             # The user is gone, or is exiting. Leave quietly, as torch does: there is nobody to tell.
             raise SystemExit(0) from None
         if type(item) is tuple:
-            self._worker.current = item[0]
-        self._worker.enter(State.BUSY)
+            worker.current = item[0]
+        worker.begin(State.BUSY)
         return item
 
     def _next(self, timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
-        while True:
+        for _ in range(int(timeout / _IDLE_LOOK)):
             try:
                 return self._worker.receiver.get(_IDLE_LOOK)
             except Empty:
                 if self._worker.wanted_by_others():
                     self._worker.give_up()
-                if time.monotonic() >= deadline:
-                    raise
+        raise Empty
 
 
 class _ResultEnd:
@@ -218,13 +221,12 @@ class _ResultEnd:
     def put(self, item: Any) -> None:
         worker = self._worker
         worker.items += 1
-        # A broken pipe: the user hung up; the end, or its own death, is on its way.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            try:
-                worker.sender.send(item)
-            except (BrokenPipeError, ConnectionResetError):
-                raise
-            except Exception:
+        try:
+            worker.sender.send(item)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the user hung up; the end, or its own death, is on its way
+        except Exception:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 worker.sender.send((item[0], self._failure(item[1])))
 
     def _failure(self, data: Any) -> Any:
