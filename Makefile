@@ -57,6 +57,7 @@ docs: setup
 
 peer: setup
 	@test -n "$(CHECKOUT)" || { echo "usage: make peer CHECKOUT=path/to/a/checkout" >&2; exit 2; }
+	$(PIP) install -q -c $(CONSTRAINTS) -e ".[peer]"
 	$(BIN)/python tools/peer_suites.py $(CHECKOUT)
 
 clean:

@@ -6,7 +6,6 @@ its name and not somewhere in a training run.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import types
 from collections.abc import Callable
@@ -69,15 +68,20 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
         first = batch[0]
         if (
             type(first) is torch.Tensor
-            and first.is_cpu
             and first.layout is torch.strided
-            and not first.is_nested
-            and not first.is_quantized
             and first.nbytes * len(batch) < small
+            and first.is_contiguous()
+            and not first.is_quantized
+            and not first.is_conj()
         ):
-            # Anything that goes wrong goes wrong again below, in stock's words.
-            with contextlib.suppress(Exception):
-                return torch.stack(batch, 0, out=torch.empty((len(batch), *first.shape), dtype=first.dtype))
+            # What goes wrong here, or comes out otherwise than with stock's `out=`, stock does below in its own way.
+            try:
+                stacked = torch.stack(batch, 0)
+            except Exception:
+                pass
+            else:
+                if stacked.dtype is first.dtype and type(stacked) is torch.Tensor and not stacked.requires_grad:
+                    return stacked
         return stock_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
     def restore() -> None:

@@ -36,7 +36,7 @@ def wire() -> Iterator[Link]:
 class Ends:
     """A sender and a receiver in this process."""
 
-    def __init__(self, wire: Link, on_death: Callable[[int], bool] = lambda number: True, spin: int = 0) -> None:
+    def __init__(self, wire: Link, on_death: Callable[[int], bool] = lambda number: True) -> None:
         self.received, self.sent = seqpacket_pair()
         self.died: list[int] = []
         self.pidfds: list[int] = []
@@ -48,7 +48,7 @@ class Ends:
             self.died.append(number)
             return on_death(number)
 
-        self.receiver = Receiver(self.received, lease, died, spin)
+        self.receiver = Receiver(self.received, lease, died)
         self.sender = Sender(self.sent, 7, wire.writer)
 
     def watch(self, number: int, pid: int) -> None:
@@ -322,10 +322,9 @@ def test_blocks_that_wait_for_a_child_come_back_while_the_receiver_waits(wire: L
     end_of(pid)
 
 
-@pytest.mark.parametrize("spin", [0, 30])
-def test_a_message_that_comes_while_waiting(wire: Link, spin: int) -> None:
+def test_a_message_that_comes_while_waiting(wire: Link) -> None:
     """Whether the receiver looks first or sleeps at once."""
-    made = Ends(wire, spin=spin)
+    made = Ends(wire)
 
     def work() -> None:
         for i in range(20):
