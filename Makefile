@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The first of the two that starts: a version manager's shim may exist and still refuse.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
-CODE := $(wildcard src tests examples benchmarks tools)
+CODE := $(wildcard src tests examples benchmarks tools docs/snippets)
 # `make test PYTEST_ARGS="-k lease -x"` narrows a run.
 PYTEST_ARGS ?=
 # A checkout of another project whose suite `make peer` runs; see tools/peer_suites.py.

@@ -23,7 +23,7 @@ from benchmarks.harness import COPY, IN_PROCESS, OURS, RESULTS, STOCK  # noqa: E
 from benchmarks.plots import load  # noqa: E402
 from benchmarks.tables import figure, share, times  # noqa: E402
 
-FILES = (ROOT / "README.md", ROOT / "docs" / "guide" / "dataloader.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "guide" / "dataloader.md")
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 #: How a floor is called in the table.
 FLOORS = {COPY: "a memory copy", IN_PROCESS: "in-process", "stock, fork": "stock's fork"}

