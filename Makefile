@@ -47,7 +47,7 @@ test: lint
 	$(MAKE) docs
 
 test-faults: setup
-	$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m faults --timeout 900 -o faulthandler_timeout=900 $(PYTEST_ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks
@@ -61,5 +61,5 @@ peer: setup
 	$(BIN)/python tools/peer_suites.py $(CHECKOUT)
 
 clean:
-	rm -rf $(VENV) site build dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) site build dist out torchcrew-demo.png .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from torchcrew import data as data
     from torchcrew import errors as errors
+    from torchcrew import memory as memory
+    from torchcrew import testing as testing
 
-__all__ = ("__version__", "data", "errors")
+__all__ = ("__version__", "data", "errors", "memory", "testing")
 
 __version__ = "0.1.0"
 
-_SUBMODULES = frozenset({"data", "errors"})
+_SUBMODULES = frozenset({"data", "errors", "memory", "testing"})
 
 
 def __getattr__(name: str) -> "ModuleType":

@@ -38,14 +38,16 @@ _FRAGMENT = 32 << 10
 _RETRY = 0.01
 
 
-def _look(looks: int, receive: Callable[..., Any], *args: Any) -> Any:
-    """Receive without waiting, trying ``looks`` times; None when nothing came."""
-    for _ in range(looks):
+def _look(receive: Callable[..., Any], *args: Any) -> Any:
+    """Receive without sleeping, for as long as `LOOK_FOR`; None when nothing came."""
+    deadline = time.perf_counter() + LOOK_FOR
+    while True:
         try:
             return receive(*args, socket.MSG_DONTWAIT)
         except BlockingIOError:
+            if time.perf_counter() > deadline:
+                return None
             os.sched_yield()  # whoever wants this core comes first: maybe the process that we wait for
-    return None
 
 
 class Sender:
@@ -112,11 +114,14 @@ class Receiver:
             Empty: none came within ``timeout`` seconds, or a worker died and everything it had sent is delivered, or
                 the receiver was hung up.
         """
-        nbytes = _look(LOOKS, self._sock.recv_into, self._buffer, 0)
-        if nbytes is None:
+        try:
+            nbytes = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
             self.on_wait(True)
             try:
-                nbytes = self._wait(timeout)
+                nbytes = _look(self._sock.recv_into, self._buffer, 0)
+                if nbytes is None:
+                    nbytes = self._wait(timeout)
             finally:
                 self.on_wait(False)
         if not nbytes:
@@ -164,9 +169,9 @@ class Receiver:
         self._sock.close()
 
 
-#: Looks before sleeping. Putting a process to sleep and waking it costs tens of microseconds, more where the core is
-#: virtual; this many looks take about as long, and each offers the core to others first.
-LOOKS = 60
+#: Seconds to look before sleeping. Putting a process to sleep and waking it costs tens of microseconds, more where the
+#: core is virtual. Each look offers the core to others first, so one may last as long as they take.
+LOOK_FOR = 80e-6
 #: Room in the receiver's buffer beyond a packet's limit, for the pickle of records and loans around it.
 INLINE_SLACK = 64 << 10
 
@@ -238,7 +243,7 @@ class IndexReceiver:
             )
             self._timeout = timeout
         while True:
-            data = _look(LOOKS, self._sock.recv, _FRAGMENT + 1)
+            data = _look(self._sock.recv, _FRAGMENT + 1)
             try:
                 data = data or self._sock.recv(_FRAGMENT + 1)
             except BlockingIOError:

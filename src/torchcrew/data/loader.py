@@ -89,7 +89,7 @@ class DataLoader(torch.utils.data.DataLoader[T]):
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        if context == "zygote":
+        if context == "zygote" and self.num_workers > 0:
             from torchcrew.crew import zygote
 
             context = zygote.get_context()

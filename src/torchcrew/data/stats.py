@@ -22,17 +22,29 @@ class LoaderStats:
     """One loader, over all its epochs so far; times in seconds."""
 
     name: str
+    """The dataset's type; of a wrapper, such as a subset, also what it wraps."""
     workers: int
+    """Worker processes."""
     epochs: int
-    batches: int  # delivered; workers may have made more
-    bytes: int  # of all batches made, in shared memory; small batches travel inline and count as 0
-    wait_s: float  # the training loop waited for a batch
-    first_batch_s: float  # of that, for the first batch of the first epoch, start of the workers included
-    busy_s: float  # the workers fetched and collated, summed over workers
-    idle_s: float  # the workers had nothing to do
-    blocked_s: float  # the workers waited for memory
-    started_at: float  # `time.time()`
+    """Epochs begun."""
+    batches: int
+    """Batches delivered; workers may have made more."""
+    bytes: int
+    """Bytes of all batches made, in shared memory; small batches travel inline and count as 0."""
+    wait_s: float
+    """How long the training loop waited for batches, once there were workers."""
+    first_batch_s: float
+    """From making the first iterator to its first batch, the start of the workers included."""
+    busy_s: float
+    """How long the workers fetched and collated, summed over workers."""
+    idle_s: float
+    """How long the workers had nothing to do."""
+    blocked_s: float
+    """How long the workers waited for memory."""
+    started_at: float
+    """When the first iterator was made (`time.time()`)."""
     ended_at: float
+    """When the training loop last waited for a batch."""
 
 
 class LoaderRecord:
