@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from torchcrew import data as data
     from torchcrew import errors as errors
     from torchcrew import memory as memory
-    from torchcrew import testing as testing
 
-__all__ = ("__version__", "data", "errors", "memory", "testing")
+__all__ = ("__version__", "data", "errors", "memory")
 
 __version__ = "0.1.0"
 

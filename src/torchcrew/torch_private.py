@@ -85,7 +85,8 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
         return stock_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
     def restore() -> None:
-        del torch.UntypedStorage._new_shared  # the inherited one is stock's
+        if "_new_shared" in vars(torch.UntypedStorage):
+            del torch.UntypedStorage._new_shared  # the inherited one is stock's
 
     torch.UntypedStorage._new_shared = staticmethod(_new_shared)  # type: ignore[method-assign]
     os.register_at_fork(after_in_child=restore)

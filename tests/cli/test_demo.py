@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from torchcrew.cli import demo_rounds
+from torchcrew.cli import demo, demo_rounds
 from torchcrew.cli.demo_digits import SIDE, ColouredDigits, DigitArrays
 from torchcrew.cli.demo_memory import PssSampler, process_tree, tree_pss
 from torchcrew.cli.demo_rounds import RunFailed, run_once, same_results, summarise
@@ -31,7 +31,7 @@ def digits() -> DigitArrays:
 def test_the_demo_gives_equal_results_and_a_picture(tmp_path):
     """One epoch of everything: both engines really ran, their results are equal, table, JSON and PNG are there."""
     done = subprocess.run(
-        [*COMMAND, "--epochs", "1", "--rounds", "1", "--output", "plot.png", "--json", "figures.json"],
+        [*COMMAND, "--epochs", "1", "--rounds", "1", "--json", "figures.json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -41,12 +41,31 @@ def test_the_demo_gives_equal_results_and_a_picture(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("time to the first batch", "images per second", "waited for data", "peak memory", "accuracy equal"):
         assert words in done.stdout
+    assert f"plot: {tmp_path / 'torchcrew-demo.png'} (--output" in done.stdout
+    assert "PSS leaves out stock's batches on their way" in done.stdout
     document = json.loads((tmp_path / "figures.json").read_text())
     assert document["equal"] == {"accuracy": True, "losses": True, "weights": True}
     engines = {run["engine"]: run["result"]["iterator"].split(".")[0] for run in document["runs"]}
     assert engines == {"stock": "torch", "torchcrew": "torchcrew"}
     assert all(summary["peak_bytes"] > 50e6 for summary in document["medians"].values())
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "torchcrew-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "our", "more_is_better", "shown"),
+    [
+        (2.0, 1.0, False, ("0.50x", "better")),
+        (2.0, 3.0, False, ("1.50x", "worse")),
+        (2.0, 3.0, True, ("1.50x", "better")),
+        (2.0, 1.0, True, ("0.50x", "worse")),
+        (2.0, 2.001, False, ("1.00x", "equal")),
+        (0.0, 0.0, False, ("-", "equal")),
+        (0.0, 1.0, False, ("-", "worse")),
+    ],
+)
+def test_every_ratio_says_which_way_it_goes(theirs, our, more_is_better, shown):
+    """Less time is better and more images are; a difference that the ratio does not show is none."""
+    assert tuple(map(str, demo._comparison(theirs, our, more_is_better=more_is_better))) == shown
 
 
 def test_missing_packages_are_named(tmp_path):

@@ -56,7 +56,7 @@ def invoke(monkeypatch):
 
 
 def test_a_good_machine_needs_nothing():
-    """Every verdict is ok, and every fact of the issue has its line."""
+    """Every verdict is ok, and every fact has its line."""
     findings = diagnose(GOOD)
     assert {finding.verdict for finding in findings} == {"ok"}
     assert [finding.name for finding in findings] == [
@@ -90,6 +90,7 @@ def test_a_good_machine_needs_nothing():
         ({"file_size": 10 * MIB}, "file size (ulimit -f)", "warn", "ulimit -f unlimited"),
         ({"core_size": None}, "core files (ulimit -c)", "ok", "ulimit -c 0"),
         ({"core_size": None, "core_pattern": "|/usr/bin/apport %p"}, "core files (ulimit -c)", "ok", ""),
+        ({}, "start methods", "ok", 'torchcrew.data.DataLoader(..., multiprocessing_context="zygote")'),
         ({"torch": None, "torch_threads": None}, "torch", "bad", "Install torch"),
         ({"torch": None, "torch_error": "cannot be imported", "address_space": 64 * GIB}, "torch", "bad", "ulimit -v"),
         ({"torch": "2.5.1"}, "torch", "bad", "2.6"),

@@ -44,6 +44,9 @@ def render(loaders, wall_s=12.0, width=80, **options) -> str:
         ({"wait_s": 3.8, "blocked_s": 12.0}, "the workers for memory"),
         ({"wait_s": 3.8}, "a larger prefetch_factor would help"),
         ({"wait_s": 3.8, "epochs": 20}, "persistent_workers=True would help"),
+        ({"wait_s": 3.8, "first_batch_s": 3.7}, "nearly all of it for the first batch (3.7 s), the workers' start"),
+        ({"wait_s": 3.8, "first_batch_s": 2.0}, "most of it for the first batch (2.0 s), the workers' start"),
+        ({"wait_s": 3.8, "first_batch_s": 3.7}, 'torchcrew.data.DataLoader(multiprocessing_context="zygote")'),
         ({"ended_at": 100.0}, "loading is not the bottleneck"),
         ({"wait_s": 3.8, "busy_s": 0.0, "idle_s": 0.0, "blocked_s": 0.0}, "waited 38 %"),
     ],
@@ -51,6 +54,35 @@ def render(loaders, wall_s=12.0, width=80, **options) -> str:
 def test_the_verdict_names_what_would_help(fields, expected):
     """One sentence for each way to be held up; no division by zero where nothing ran."""
     assert expected in verdict(changed(**fields))
+
+
+def test_a_first_batch_that_was_slow_is_no_reason_to_prefetch_more():
+    """What the start of the workers costs, no larger queue gives back."""
+    assert "prefetch_factor" not in verdict(changed(wait_s=3.8, first_batch_s=2.0))
+    assert "prefetch_factor" not in verdict(changed(wait_s=38.0, first_batch_s=36.0, ended_at=200.0), 10)
+
+
+def test_a_loader_made_anew_for_every_epoch_is_one_row():
+    """Its figures are added up, and there is one verdict, of what to do about it."""
+    loaders = [changed(wait_s=3.8, first_batch_s=3.0 + k / 10, started_at=100.0 + 20 * k) for k in range(2)]
+    loaders = [dataclasses.replace(loader, ended_at=loader.started_at + 10) for loader in loaders]
+    text = render([*loaders, changed(name="Test", started_at=300.0, ended_at=310.0)], wall_s=40.0)
+    assert text.count("Images") == 2  # in the table and before the verdict
+    assert text.count("×2 loaders") == 2
+    for figure in (" 400 ", "7.6 GB", "7.6 s", "38 %", "6.1 s"):  # 38 %: of the time they were alive, not in between
+        assert figure in text
+    words = " ".join(text.split())
+    assert "→ Images ×2 loaders: the trainer waited 38 % of the time for data, most of it for the first" in words
+    assert "one loader for all epochs with persistent_workers=True" in words
+    assert "→ Test: loading is not the bottleneck" in words
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_groups_of_one_name_are_told_apart():
+    """Loaders with another number of workers are another group: the verdict says which by its batches."""
+    text = render([LOADER, changed(workers=4, batches=1_500)])
+    assert "→ Images (200 batches, 2 workers): " in text
+    assert "→ Images (1,500 batches, 4 workers): " in text
 
 
 def test_the_report_fits_a_terminal_of_80_columns():
@@ -84,6 +116,7 @@ def test_without_loaders_it_is_one_line(torch_imported, expected):
 def test_a_childs_line():
     """One line, with the rank where there is one; none for a child without loaders."""
     assert child_line([], None, 12) == ""
+    assert "400 batches; Images ×2 loaders: loading" in child_line([LOADER, LOADER], None, 12)
     assert (
         child_line([LOADER], "3", 12) == "torchcrew  rank 3, pid 12: 200 batches; Images: loading is not the bottleneck"
     )

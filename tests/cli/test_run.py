@@ -96,6 +96,28 @@ def test_a_program_that_is_not_there(programs, arguments, status):
     assert ours.stderr.split(": ", 1)[1] == pythons.stderr.split(": ", 1)[1]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["nosuch.py"], ["-m", "nosuch"], ["-m", "package.nosuch"], ["wrong.py"], ["-m", "broken.module"]],
+    ids=str,
+)
+def test_no_report_where_no_program_ran(programs, arguments):
+    """Not found, not compiled, or its package cannot be imported: there is nothing to tell."""
+    write(programs, "wrong.py", "def f(:")
+    write(programs, "broken/__init__.py", "import nothing_of_that_name")
+    done = run(*arguments, cwd=programs)
+    assert done.returncode != 0
+    assert done.stderr
+    assert "in all" not in done.stderr
+
+
+def test_help_shows_one_ellipsis(tmp_path):
+    """The usage line says what is typed: a script, then its arguments."""
+    done = run("--help", cwd=tmp_path)
+    assert "Usage: torchcrew run [OPTIONS] [SCRIPT] [ARGS]..." in done.stdout
+    assert done.stdout.count("...") == 1
+
+
 @pytest.mark.parametrize(("arguments", "message"), [([], "say which script"), (["-"], "standard input")])
 def test_what_cannot_be_run(tmp_path, arguments, message):
     """No program, or one on standard input: status 2 and what to do."""

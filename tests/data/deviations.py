@@ -51,6 +51,14 @@ def is_shared(loader_class: Any) -> Any:
     return first(loader_class, [ramp(20_000)]).is_shared()
 
 
+def array_after_sharing(loader_class: Any) -> Any:
+    batch = first(loader_class, [ramp(20_000)])
+    array = batch.numpy()
+    batch.share_memory_()
+    batch.fill_(7)
+    return bool((array == 7).all())
+
+
 def two_halves(samples: list[Any]) -> Any:
     base = torch.arange(40_000.0)
     return [base[:20_000], base[20_000:]]
@@ -170,6 +178,15 @@ DEVIATIONS: tuple[Deviation, ...] = (
         "False: the batch is a view of a recycled block. `share_memory_()` copies it out.",
         "True would promise that sending the tensor on shares it, and a file for each tensor is what made stock slow.",
         is_shared, True, False,
+    ),
+    Deviation(
+        "arrays taken before sharing",
+        "An array made of a batch by `numpy()` goes on showing it after `share_memory_()` or `queue.put(batch)`, for the "
+        "batch is shared already.",
+        "These move the batch, as they move any tensor that is not shared, and the array shows memory that is used again. "
+        "Share first, then call `numpy()`; or use `batch.clone()`.",
+        "It is what torch does with every tensor that is not shared.",
+        array_after_sharing, True, False,
     ),
     Deviation(
         "disjoint views",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import os
 import threading
 from collections import namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.utils.data import TensorDataset, default_collate
 import torchcrew.data
 from torchcrew.data import DataLoader
 from torchcrew.data.iterator import CrewIterator
+from torchcrew.errors import ArenaFull
 
 Stock = torch.utils.data.DataLoader
 DATA = TensorDataset(torch.arange(40.0).view(20, 2))
@@ -179,3 +183,94 @@ def test_a_cycle_with_the_iterator_is_collected() -> None:
         del iterator, cycle
         gc.collect()
         assert [int(labels[0]) for _, labels in DataLoader(Images(), batch_size=8, num_workers=2)] == [0, 8, 16]
+
+
+class _Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of 400 kB."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((100_000,), float(index))
+
+
+@pytest.mark.parametrize("budget", [1_600_000, 1_650_000, 1_700_000, 1_703_936, 1_710_000, 6_760_000, 10_169_680])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_budget_near_what_is_needed_is_used_or_refused(budget: int, workers: int) -> None:
+    """Never a wait for room that cannot come: blocks are a little larger than what is in them."""
+    held = []
+    iterator = iter(DataLoader(_Rows(), batch_size=4, num_workers=workers, memory_budget=budget))
+    with contextlib.suppress(ArenaFull, StopIteration):
+        while True:
+            held += [next(iterator)]
+    for number, batch in enumerate(held):
+        assert batch[:, 0].tolist() == [4.0 * number + k for k in range(4)]
+
+
+def test_subclasses_of_the_iterator(installed: None) -> None:
+    """Frameworks derive from the class they find in torch's module, also with arguments of their own."""
+
+    class Iterator(torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
+        def __init__(self, loader: Any, extra: int = 0) -> None:
+            super().__init__(loader)
+            self.extra = extra
+
+    iterator = Iterator(Stock(DATA, num_workers=1), extra=3)
+    assert iterator.extra == 3
+    assert len(list(iterator)) == 20
+
+
+@dataclass(eq=True)
+class Unhashable(DataLoader):  # type: ignore[type-arg]
+    """A loader that is a dataclass, and so cannot be hashed."""
+
+    size: int = 4
+
+    def __post_init__(self) -> None:
+        super().__init__(DATA, self.size, num_workers=1)
+
+
+class Lazy(Images):
+    """Opens what it wraps when a worker first needs it, and must not before."""
+
+    @property
+    def dataset(self) -> Any:
+        raise KeyError("opened too early")
+
+
+def test_bookkeeping_asks_nothing_of_the_user() -> None:
+    """No hash of the loader, no attribute of the dataset that is computed."""
+    assert len(list(Unhashable())) == 5
+    assert len(list(DataLoader(Lazy(), batch_size=8, num_workers=1))) == 3
+
+
+def _many_tensors(samples: list[Any]) -> Any:
+    return {key: default_collate([torch.full((2100,), float(key + k)) for k in samples]) for key in range(3000)}
+
+
+def test_thousands_of_tensors_of_unknown_size() -> None:
+    """The first message has no size to go by; it takes a few blocks, not one per tensor."""
+    (batch,) = DataLoader([0, 1], batch_size=2, num_workers=1, collate_fn=_many_tensors)
+    assert all(tensor[:, 7].tolist() == [float(key), float(key + 1)] for key, tensor in batch.items())
+
+
+def _fork_twice(samples: list[Any]) -> Any:
+    child = os.fork()
+    if not child:
+        grandchild = os.fork()
+        os._exit(0 if not grandchild else os.waitpid(grandchild, 0)[1])
+    assert os.waitpid(child, 0)[1] == 0
+    return default_collate(samples)
+
+
+def test_a_worker_may_fork_and_fork_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its children have stock's way of allocating, and say nothing."""
+    assert len(list(DataLoader(Images(), batch_size=8, num_workers=1, collate_fn=_fork_twice))) == 3
+    assert capfd.readouterr().err == ""
+
+
+def test_a_short_status_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's interval, which test suites shorten, may be shorter than ours."""
+    monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    assert len(list(DataLoader(Images(), batch_size=8, num_workers=1))) == 3

@@ -2,6 +2,9 @@
 
 import pytest
 
+from torchcrew.testing import plugin
+from torchcrew.testing.permanent import PERMANENT
+
 pytest_plugins = ["pytester"]
 
 
@@ -112,3 +115,24 @@ def test_a_wrong_deadline_is_refused(run_tests):
     """The message names the option and what it takes, before any test runs."""
     result = run_tests("def test_it(): pass", ini="leaks_deadline = soon")
     result.stderr.fnmatch_lines(["ERROR: leaks_deadline should be a number of seconds, but got 'soon'"])
+
+
+def test_leaks_can_be_ignored(run_tests):
+    """A leak in whose text an expression is found is left out; another still fails its test."""
+    source = "import os\ndef test_leak(): os.environ['KEPT'] = '1'\ndef test_other(): os.environ['FORGOTTEN'] = '1'\n"
+    ini = "leaks_deadline = 0.2\nleaks_ignore =\n    ^environment: KEPT \n    no such (leak|thing)"
+    result = run_tests(source, ini=ini)
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*::test_other left something behind, 1 leak:", "  environment: FORGOTTEN was set"])
+
+
+def test_a_wrong_expression_is_refused(run_tests):
+    """The message names the option and the expression, before any test runs."""
+    result = run_tests("def test_it(): pass", ini="leaks_ignore = (open")
+    result.stderr.fnmatch_lines(["ERROR: leaks_ignore should have regular expressions, but got '(open': *"])
+
+
+def test_the_plugin_says_what_it_knows():
+    """Its documentation has the marker, the options and every permanent thing."""
+    for name in ("leaks_allowed", "leaks_deadline", "leaks_ignore", *PERMANENT):
+        assert name in plugin.__doc__

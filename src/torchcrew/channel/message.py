@@ -44,7 +44,7 @@ PACKET_MAX = 48 << 10
 #: Alignment of tensors that travel inline.
 _INLINE_ALIGNMENT = 16
 #: Upper bounds of what a record without its shape, and a number, take in a pickle.
-_RECORD_BYTES, _NUMBER_BYTES = 64, 11
+_RECORD_BYTES, _NUMBER_BYTES, _LOAN_BYTES = 64, 11, 40
 
 # Writable, or pickle would ask the decoder for a read-only view of the tensor.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
@@ -118,14 +118,21 @@ class Encoder:
 
     def _walk(self, obj: Any) -> tuple[bytes, list[Any]]:
         """One pass of the pickler: the payload, and the tensors and buffers found, in order."""
+        # Before, too: what an exception at the wrong moment left behind must not become part of this message.
+        found = self._reset()
         try:
             self._pickler.dump(obj)
-            return self._file.getvalue(), self._found
+            return self._file.getvalue(), found
         finally:
-            self._found = []
-            self._pickler.clear_memo()
-            self._file.seek(0)
-            self._file.truncate()
+            self._reset()
+
+    def _reset(self) -> list[torch.Tensor | pickle.PickleBuffer]:
+        """Forget the last object; returns the list that will hold what is found in the next."""
+        self._found = []
+        self._pickler.clear_memo()
+        self._file.seek(0)
+        self._file.truncate()
+        return self._found
 
     def _buffer(self, buffer: pickle.PickleBuffer) -> None:
         if buffer is not _STAND_IN:
@@ -150,6 +157,8 @@ class Encoder:
         return _itself, (_STAND_IN,)
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        if not array.dtype.isnative:
+            return array.__reduce__()  # stock's way, which arrives in this machine's byte order
         flags = array.flags
         if flags.writeable or array.dtype.hasobject or not array.nbytes or not flags.forc:
             return array.__reduce_ex__(5)
@@ -186,7 +195,7 @@ class Encoder:
         if writer is None:
             return Encoded(pickle.dumps((payload, records, ()), 5), body)
         used = {record[0] for record in records if record[0] >= 0}
-        if len(payload) + len(body) + _record_bytes(records) <= PACKET_MAX:
+        if len(payload) + len(body) + _record_bytes(records) + _LOAN_BYTES * len(used) <= PACKET_MAX:
             return Encoded(pickle.dumps((payload, records, writer.lend(used)), 5), body)
         inner = ctypes.create_string_buffer(pickle.dumps((payload, records), 5))
         [(index, offset)] = writer.place([(ctypes.addressof(inner), len(inner))])

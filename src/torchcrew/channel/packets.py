@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import os
 import select
@@ -212,8 +213,10 @@ class IndexSender:
                 self.backlog.popleft()
         except BlockingIOError:
             return False
-        except OSError:  # the worker is gone, or we closed: whoever waits for its answer is told by its pidfd
-            self.backlog.clear()
+        except OSError as error:
+            if error.errno in (errno.ENOBUFS, errno.ENOMEM):
+                return False
+            self.backlog.clear()  # the worker is gone, or we closed: who waits for its answer is told by its pidfd
         return True
 
     def close(self) -> None:

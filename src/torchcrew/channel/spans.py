@@ -1,7 +1,8 @@
 """The data of a message: which ranges of memory its tensors and buffers are, and how the other side sees them.
 
 Two tensors that overlap in memory must overlap on the other side, too, so their common range travels once
-(`overlapping`). A view with gaps that overlaps nothing else is sent without the gaps.
+(`overlapping`). Arrays arrive as copies that overlap nothing, as with stock. A view with gaps that overlaps nothing else
+is sent without the gaps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Span:
 
     def __init__(self, item: Any) -> None:
         if type(item) is pickle.PickleBuffer:
-            self._lay_out_buffer(item.raw())
+            self.lay_out_buffer(item.raw())
             return
         self.dtype = _DTYPE_CODES[item.dtype]
         self.flags = _GRAD if item.requires_grad else 0
@@ -51,7 +52,8 @@ class Span:
             item = item.detach().resolve_conj().resolve_neg()
         self._lay_out(item)
 
-    def _lay_out_buffer(self, raw: memoryview) -> None:
+    def lay_out_buffer(self, raw: memoryview) -> None:
+        """Be the bytes of ``raw``."""
         self.item = raw
         self.dtype = 0
         self.flags = _RAW
@@ -92,6 +94,9 @@ def overlapping(spans: Sequence[Span]) -> tuple[list[Range], list[tuple[int, int
     Returns:
         The ranges, and for each span the index of its range and the offset in it (-1 for a span without data).
     """
+    for span in spans:
+        if span.flags & _RAW and span.nbytes:  # stock's arrays are copies, each on its own
+            span.lay_out_buffer(memoryview(bytearray(span.item)))
     order = sorted((span.start, i) for i, span in enumerate(spans) if span.nbytes)
     ranges: list[Range] = []
     members: list[list[int]] = []

@@ -69,7 +69,9 @@ class BlockWriter:
             return len(self._open) - 1, 0, self._open[-1].block.view
 
     def _allocate(self, nbytes: int) -> Block:
-        block = self._owner.allocate(max(nbytes, self._expected))
+        # At least doubled: a message of thousands of tensors whose size is not known yet takes a few blocks only.
+        taken = sum(part.block.nbytes for part in self._open)
+        block = self._owner.allocate(max(nbytes, self._expected, taken))
         while block is None:
             self._expected = 0
             self._make_room(nbytes)
@@ -110,11 +112,17 @@ class BlockWriter:
         return None
 
     def new_shared(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` in the message being built (for `torch_private.replace_new_shared`)."""
+        """A storage of ``nbytes`` in the message being built (for `torch_private.allocate_batches_with`)."""
         if nbytes < PLACE_MIN:
             return torch.UntypedStorage(nbytes)
         _, offset, view = self.reserve(nbytes)
         return torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
+    def give_up(self) -> None:
+        """Give free pages back to the system."""
+        with self._lock:
+            self._owner.recycle()
+            self._owner.shrink(0)
 
     def lend(self, used: Collection[int]) -> list[Loan | None]:
         """End the message: its blocks go on loan, those that are not in ``used`` (None in the result) are dropped."""

@@ -37,6 +37,7 @@ SECOND_ROUND_S = 25.0
 """Without --rounds, a first round that took longer is the only one: the demo stays short on a busy machine, too."""
 NOTE_WIDTH = 28
 """Characters, so that the clock beside the notes stands still."""
+MEMORY_NOTE = "* PSS leaves out stock's batches on their way: files that no process has mapped at that moment"
 NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 
@@ -73,12 +74,12 @@ def demo_command(
     console.print(Group(_table(summaries, same), *_conclusion(summaries, same, len(runs["stock"][0].result["losses"]))))
     title = f"Digits CNN, {epochs} epochs, {workers} workers: {_ratio(summaries):.2f}x the images per second"
     draw(summaries, runs, memory_runs, title, output)
-    console.print(f"  plot: {output}")
+    console.print(Text(f"  plot: {output.absolute()} (--output puts it elsewhere)"), soft_wrap=True)
     if json_file is not None:
         options = {"epochs": epochs, "workers": workers, "rounds": len(runs["stock"]), "seed": SEED}
         all_runs = [*chain.from_iterable(runs.values()), *memory_runs.values()]
         json_file.write_text(json.dumps(_document(options, summaries, all_runs, same), indent=1) + "\n")
-        console.print(f"  figures: {json_file}")
+        console.print(Text(f"  figures: {json_file.absolute()}"), soft_wrap=True)
     if not all(same.values()):
         raise typer.Exit(1)
 
@@ -148,26 +149,34 @@ def _follow(progress: Progress, task: TaskID) -> Callable[[dict[str, Any]], None
 
 def _table(summaries: dict[str, EngineSummary], same: dict[str, bool]) -> Table:
     stock, ours = summaries["stock"], summaries["torchcrew"]
-    table = Table(box=None, padding=(0, 2), header_style="bold", title_justify="left")
+    table = Table(box=None, padding=(0, 2), header_style="bold", caption=MEMORY_NOTE, caption_justify="left")
     table.add_column("")
     for name in ("stock", "torchcrew", "ratio"):
         table.add_column(name, justify="right")
+    table.add_column("")
 
     def row(
         name: str, show: Callable[[float], str], theirs: float, our: float, *, more_is_better: bool = False
     ) -> None:
-        better = our > theirs if more_is_better else our < theirs
-        ratio = Text(f"{our / theirs:.2f}x" if theirs else "-", style="green" if better else "yellow")
-        table.add_row(name, show(theirs), show(our), ratio)
+        table.add_row(name, show(theirs), show(our), *_comparison(theirs, our, more_is_better=more_is_better))
 
     row("time to the first batch", format_seconds, stock.first_batch_s, ours.first_batch_s)
     row("images per second", "{:,.0f}".format, stock.images_per_s, ours.images_per_s, more_is_better=True)
     row("waited for data", format_seconds, stock.wait_s, ours.wait_s)
     row("  share of training time", "{:.1%}".format, stock.wait_share, ours.wait_share)
-    row("peak memory, all processes", format_bytes, stock.peak_bytes, ours.peak_bytes)
+    row("peak memory, all processes *", format_bytes, stock.peak_bytes, ours.peak_bytes)
     verdict = Text("equal", style="green") if same["accuracy"] else Text("DIFFERENT", style="bold red")
-    table.add_row("test accuracy", f"{stock.accuracy:.4%}", f"{ours.accuracy:.4%}", verdict)
+    table.add_row("test accuracy", f"{stock.accuracy:.4%}", f"{ours.accuracy:.4%}", "", verdict)
     return table
+
+
+def _comparison(theirs: float, our: float, *, more_is_better: bool) -> tuple[Text, Text]:
+    """Our figure in units of theirs, and what that means: for some figures more is better, for others less."""
+    ratio = f"{our / theirs:.2f}x" if theirs else "-"
+    if ratio == "1.00x" or our == theirs:
+        return Text(ratio), Text("equal")
+    word, style = ("better", "green") if (our > theirs) == more_is_better else ("worse", "yellow")
+    return Text(ratio, style=style), Text(word, style=style)
 
 
 def _conclusion(summaries: dict[str, EngineSummary], same: dict[str, bool], batches: int) -> list[Text]:

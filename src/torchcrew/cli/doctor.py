@@ -295,7 +295,10 @@ def _core_files(facts: Facts) -> Finding:
 
 def _start_methods(facts: Facts) -> Finding:
     value = f"{', '.join((*facts.start_methods, 'zygote'))}; Python's default: {facts.start_methods[0]}"
-    advice = 'multiprocessing_context="zygote" starts workers in milliseconds from a process without your threads.'
+    advice = (
+        'torchcrew.data.DataLoader(..., multiprocessing_context="zygote") starts workers in milliseconds, from a '
+        "process without your threads; torch's own DataLoader refuses the name."
+    )
     return Finding("start methods", value, "ok", advice)
 
 

@@ -41,10 +41,10 @@ _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run_site")
 
 def run_command(
     program: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="The script (or module, with -m) and its arguments.", show_default=False
-        ),
+        str | None, typer.Argument(metavar="SCRIPT", help="The script, or the module with -m.", show_default=False)
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The program's own arguments.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module by its name, as python -m does.")] = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Say at exit where the time went.")] = True,
@@ -55,10 +55,10 @@ def run_command(
     """
     if not program:
         _refuse("say which script or module: torchcrew run SCRIPT [ARGS]..., or torchcrew run -m MODULE [ARGS]...", 2)
-    if program[0] == "-":
+    if program == "-":
         _refuse("a program on standard input ('-') cannot be run: its worker processes could not import it again", 2)
     _prepare(report)
-    _run(program[0], program[1:], module)
+    _run(program, arguments or [], module)
 
 
 def _prepare(report: bool) -> None:
@@ -75,8 +75,7 @@ def _prepare(report: bool) -> None:
 
 def _run(name: str, arguments: list[str], module: bool) -> None:
     try:
-        program: Program = find_module(name) if module else find_script(name)
-        execute(program, arguments)
+        execute(_find(name, module), arguments)
     except ProgramNotFound as error:
         _refuse(str(error), error.status)
     except SystemExit:
@@ -87,6 +86,14 @@ def _run(name: str, arguments: list[str], module: bool) -> None:
     except BaseException as error:
         _show(error)
         raise SystemExit(1) from None
+
+
+def _find(name: str, module: bool) -> Program:
+    try:
+        return find_module(name) if module else find_script(name)
+    except BaseException:
+        atexit.unregister(_report_at_exit)  # no program will run: there is nothing to report
+        raise
 
 
 def _show(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -49,9 +50,10 @@ class _Waiting:
 class CrewIterator(torch_private.StockIterator):
     """Iterates over a loader's batches; see `torchcrew.data.DataLoader`."""
 
-    def __new__(cls, loader: Any) -> CrewIterator:
+    def __new__(cls, loader: Any, *_: Any, **__: Any) -> CrewIterator:
         # torch's own `__next__` warns about iterable datasets, at its caller's line: nothing may stand in between.
-        return super().__new__(cls if loader._dataset_kind == torch_private.ITERABLE else _MapIterator)
+        plain = cls is CrewIterator and loader._dataset_kind != torch_private.ITERABLE
+        return super().__new__(_MapIterator if plain else cls)
 
     def __init__(self, loader: Any) -> None:
         budget = getattr(loader, "memory_budget", None)
@@ -94,13 +96,13 @@ class CrewIterator(torch_private.StockIterator):
     def _end_workers(self) -> None:
         if self._transport.closed:
             return  # `__del__` comes again; in a garbage cycle the board's memory may be gone by then
-        try:
-            self._transport.hang_up()  # stock's SIGCHLD handler may raise in here, too
-            if hasattr(self, "_shutdown"):
-                super()._shutdown_workers()
-        finally:
-            self._record.end(self, self._transport.board)
-            self._transport.close()
+        # Stock's SIGCHLD handler, or Ctrl-C, may raise anywhere in here: each step is taken all the same.
+        with contextlib.ExitStack() as steps:
+            steps.callback(self._transport.close)
+            steps.callback(self._record.end, self, self._transport.board)
+            if hasattr(self, "_workers"):  # else torch had not come to start any
+                steps.callback(super()._shutdown_workers)
+            steps.callback(self._transport.hang_up)
 
 
 class _MapIterator(CrewIterator):

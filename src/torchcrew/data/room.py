@@ -22,6 +22,7 @@ from torchcrew.crew.board import ANYTHING, State
 from torchcrew.errors import ArenaFull
 from torchcrew.memory.arena import SLOTS
 from torchcrew.memory.limits import BUDGET_VARIABLE
+from torchcrew.memory.mapping import round_block
 
 if TYPE_CHECKING:
     from torchcrew.data.worker import Worker
@@ -63,6 +64,7 @@ class Room:
         Raises:
             ArenaFull: there never will be: see the head of this module.
         """
+        nbytes = round_block(nbytes)  # what the arena would take
         if nbytes > self._budget:
             raise ArenaFull(self._full(nbytes, "This batch alone is larger than that."))
         if nbytes > self._worker.ends.arena.size - SLOTS:

@@ -118,21 +118,24 @@ def _sums(board: Board) -> list[int]:
 
 def _name(dataset: Any) -> str:
     """The dataset's type; of a wrapper, such as a subset, also what it wraps."""
-    dataset = getattr(dataset, "_datapipe", dataset)
-    inner = getattr(dataset, "dataset", None)
+    # Attributes are looked up without running any code of the dataset's.
+    dataset = getattr(dataset, "__dict__", {}).get("_datapipe", dataset)
+    inner = getattr(dataset, "__dict__", {}).get("dataset")
     name = type(dataset).__name__
     return f"{name} of {type(inner).__name__}" if isinstance(inner, torch.utils.data.Dataset) else name
 
 
 _records: list[LoaderRecord] = []
-_by_loader: weakref.WeakKeyDictionary[Any, LoaderRecord] = weakref.WeakKeyDictionary()
+_by_loader: dict[int, LoaderRecord] = {}
 
 
 def record_of(loader: Any) -> LoaderRecord:
     """The record of a loader; made when its first iterator is."""
-    record = _by_loader.get(loader)
+    # By identity: a loader's class may have made it unhashable, or equal to another one.
+    record = _by_loader.get(id(loader))
     if record is None:
-        record = _by_loader[loader] = LoaderRecord(_name(loader.dataset), loader.num_workers)
+        weakref.finalize(loader, _by_loader.pop, id(loader), None).atexit = False
+        record = _by_loader[id(loader)] = LoaderRecord(_name(loader.dataset), loader.num_workers)
         _records.append(record)
         del _records[:-_REMEMBERED]
     return record

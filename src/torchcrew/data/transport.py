@@ -83,7 +83,6 @@ class Transport:
         self._context = context
         self._budget = budget
         self.pid = os.getpid()
-        self.board = Board.create(workers)
         received, self._sent = seqpacket_pair()
         self._arenas: list[Arena] = []
         self._processes: list[Any] = []
@@ -100,6 +99,7 @@ class Transport:
         self._worker_ends: list[WorkerEnds] = []
         self._watched = 0
         self.closed = False
+        self.board = Board.create(workers)  # last: it is the only one that must be closed by hand
         self._resources: list[Any] = [self.receiver, self._sent, self.board]
         # At exit the standard library terminates daemons and waits for them: before that, ours can be reached and go.
         # Not bound to `self`: when a garbage cycle is collected, that would close the sockets before the iterator's
@@ -180,19 +180,24 @@ class Transport:
         if self.closed:
             return
         self.closed = True
-        arenas = self._arenas
-        for number, process in enumerate(self._processes):
-            if process.pid is None:
-                continue  # its start failed, or was interrupted
-            if process.is_alive():
-                process.kill()
-                process.join(_KILLED)
-                if process.is_alive():  # the kernel cannot end it now: it is not waited for, and keeps its arena
-                    arenas = [arena for arena in arenas if arena is not self._arenas[number]]
-        self._at_exit()
-        for process in self._processes[: self._watched]:  # now that the receiver no longer waits on their pidfds
-            guardian.forget(process.pid)
-        pool.put_back(arenas)
+        arenas = list(self._arenas)
+        # Each step is taken also when one before it raises, as torch's SIGCHLD handler may at any moment. Last in,
+        # first out: the guardian's pidfds may go when the receiver no longer waits on them.
+        with contextlib.ExitStack() as steps:
+            steps.callback(pool.put_back, arenas)
+            for process in self._processes[: self._watched]:
+                steps.callback(guardian.forget, process.pid)
+            steps.callback(self._at_exit)
+            for number, process in enumerate(self._processes):
+                if process.pid is not None:  # else its start failed, or was interrupted
+                    steps.callback(self._kill, process, self._arenas[number], arenas)
+
+    def _kill(self, process: Any, arena: Arena, arenas: list[Arena]) -> None:
+        if process.is_alive():
+            process.kill()
+            process.join(_KILLED)
+            if process.is_alive():  # the kernel cannot end it now: it is not waited for, and keeps its arena
+                arenas[:] = [other for other in arenas if other is not arena]
 
 
 def _lease(arenas: list[Arena], number: int, loan: Loan) -> Any:

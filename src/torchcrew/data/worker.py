@@ -130,12 +130,14 @@ class _IndexEnd:
         return item
 
     def _next(self, timeout: float) -> Any:
-        for _ in range(int(timeout / _IDLE_LOOK)):
+        worker = self._worker
+        for _ in range(max(1, int(timeout / _IDLE_LOOK))):
             try:
-                return self._worker.receiver.get(_IDLE_LOOK)
+                return worker.receiver.get(min(timeout, _IDLE_LOOK))
             except Empty:
-                if self._worker.room.wanted_by_others():
-                    self._worker.room.give_up()
+                if worker.room.wanted_by_others():
+                    worker.writer.give_up()
+                    worker.enter(State.IDLE)
         raise Empty
 
 

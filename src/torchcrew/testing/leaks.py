@@ -8,8 +8,7 @@ A snapshot is taken from `/proc` and costs about two milliseconds in a process w
 need moments to vanish and garbage cycles keep descriptors open, so `settle` and `assert_no_leaks` look again, with
 `gc.collect()`, until nothing is left or a deadline has passed.
 
-Some things are meant to stay (`PERMANENT` has the reasons); they are told from leaks by asking their owner for the pid
-and the descriptor, never by their name alone.
+Some things are meant to stay: `torchcrew.testing.permanent` has them, and the reasons.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from types import MappingProxyType
 from typing import Any
 
 from torchcrew.testing import procfs, threads
+from torchcrew.testing.permanent import PERMANENT, services
 from torchcrew.testing.procfs import ProcessInfo
 
 __all__ = (
-    "PERMANENT",
     "Descriptor",
     "Mapped",
     "Snapshot",
@@ -50,28 +49,6 @@ DEADLINE = 2.0
 PAUSE, LONGEST_PAUSE = 0.005, 0.1
 
 SHM = "/dev/shm/"
-
-#: What is started once per process and stays on purpose: name -> reason.
-PERMANENT: Mapping[str, str] = MappingProxyType(
-    {
-        # CPython starts one at the first named semaphore or shared block and keeps it to unlink what is left at exit.
-        "resource_tracker": "multiprocessing's resource tracker lives as long as the program",
-        # CPython keeps the server, with preloaded modules, for the next start. Its children are not permanent.
-        "forkserver": "multiprocessing's fork server lives as long as the program",
-        # mp.Value and mp.Array live in a heap whose arenas stay mapped below 4 MB of free space.
-        "multiprocessing_heap": "multiprocessing's heap keeps its arenas for the next Value",
-        # It must be alive when the program is killed. It costs a control socket and a pidfd.
-        "guardian": "torchcrew's guardian ends with the program, within milliseconds",
-        # Starting one costs the import of torch, which is what it is there to save.
-        "zygote": "torchcrew's zygote is kept for the next start",
-        # Thread pools of OpenMP, BLAS and torch (intra-op, inter-op, autograd) are made once and never end.
-        "pool_threads": "thread pools of numeric libraries live as long as the program",
-        # torch installs it with the first worker, for good: it is what reports a killed worker.
-        "sigchld": "torch's SIGCHLD handler, which reports killed workers, stays installed",
-        # sklearn and others set them once, at import, for Intel's OpenMP.
-        "openmp_environment": "libraries set KMP_* variables once, at import",
-    }
-)
 
 #: Written by the test runner itself.
 IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
@@ -212,11 +189,14 @@ def _shared_files() -> list[str]:
     return found
 
 
-def compare(before: Snapshot, after: Snapshot, allow: Collection[str] = tuple(PERMANENT)) -> list[str]:
+def compare(
+    before: Snapshot, after: Snapshot, allow: Collection[str] = tuple(PERMANENT), ignore: Collection[str] = ()
+) -> list[str]:
     """Name everything that ``after`` has and ``before`` has not.
 
     Args:
         allow: names from `PERMANENT`; what they stand for is not reported.
+        ignore: regular expressions; a leak in whose sentence one is found is not reported.
 
     Returns:
         One sentence for each leak, beginning with its kind: ``"descriptor: 7 (pipe) -> pipe:[4711]"``.
@@ -226,32 +206,37 @@ def compare(before: Snapshot, after: Snapshot, allow: Collection[str] = tuple(PE
     """
     if unknown := sorted(set(allow) - set(PERMANENT)):
         raise ValueError(f"allow should hold names of {', '.join(PERMANENT)}, but got {', '.join(unknown)}")
-    pids, sockets = _services(allow)
-    found = [f"process: {process}" for process in sorted(after.processes - before.processes) if process.pid not in pids]
-    found += [f"zombie: {process}" for process in sorted(after.zombies - before.zombies)]
+    permanent = services(allow)
+    found = [
+        f"process: {process}"
+        for process in sorted(after.processes - before.processes)
+        if process.pid not in permanent.pids
+    ]
+    # One that lived before is the leak of who started it, however it has ended meanwhile.
+    found += [f"zombie: {process}" for process in sorted(after.zombies - before.zombies - before.processes)]
     found += [
         f"thread: {thread}"
         for thread in sorted(after.threads - before.threads, key=lambda thread: thread.tid)
-        if thread.is_python or "pool_threads" not in allow or not threads.is_of_a_pool(thread.tid)
+        if thread.tid not in permanent.threads
+        and (thread.is_python or "pool_threads" not in allow or not threads.is_of_a_pool(thread.tid))
     ]
-    heap = f"{SHM}pym-{os.getpid()}-" if "multiprocessing_heap" in allow else None
     found += [
         f"{'memfd' if descriptor.kind == 'memfd' else 'descriptor'}: {descriptor}"
         for descriptor in sorted(after.descriptors - before.descriptors)
         if not (
-            descriptor.number in sockets
-            or (heap is not None and descriptor.target.startswith(heap))
-            or (descriptor.kind == "pidfd" and _pidfd_target(descriptor.number) in pids)
+            descriptor.number in permanent.descriptors
+            or descriptor.target.startswith(permanent.paths)
+            or (descriptor.kind == "pidfd" and _pidfd_target(descriptor.number) in permanent.pids)
         )
     ]
     found += [
         f"{mapped.kind}: {mapped.name}, inode {mapped.inode}"
         for mapped in sorted(after.mappings - before.mappings)
-        if heap is None or not mapped.name.startswith(heap)
+        if not mapped.name.startswith(permanent.paths)
     ]
     found += _compare_names(before, after)
     found += _compare_settings(before, after, allow)
-    return found
+    return [leak for leak in found if not any(re.search(pattern, leak) for pattern in ignore)]
 
 
 def _compare_names(before: Snapshot, after: Snapshot) -> list[str]:
@@ -316,36 +301,12 @@ def _pidfd_target(descriptor: int) -> int | None:
     return None
 
 
-def _services(allow: Collection[str]) -> tuple[set[int], set[int]]:
-    """Pids and descriptors of the permanent processes of this one.
-
-    Only modules that are loaded are asked: what nobody imported has started nothing. The standard library has no
-    public names for it, so a change there shows as a leak, not as an error.
-    """
-    pids: set[Any] = set()
-    descriptors: set[Any] = set()
-    if "resource_tracker" in allow:
-        tracker = _loaded("multiprocessing.resource_tracker", "_resource_tracker")
-        pids.add(getattr(tracker, "_pid", None))
-        descriptors.add(getattr(tracker, "_fd", None))
-    if "forkserver" in allow:
-        server = _loaded("multiprocessing.forkserver", "_forkserver")
-        pids.add(getattr(server, "_forkserver_pid", None))
-        descriptors.add(getattr(server, "_forkserver_alive_fd", None))
-    if "guardian" in allow and (guardian := sys.modules.get("torchcrew.crew.guardian")):
-        pids.add(guardian.pid())
-        descriptors.update(guardian.descriptors())
-    if "zygote" in allow and (zygote := sys.modules.get("torchcrew.crew.zygote")):
-        pids.update(zygote.pids())
-        descriptors.update(zygote.descriptors())
-    return pids - {None}, descriptors - {None}
-
-
-def _loaded(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, None)
-
-
-def settle(before: Snapshot, deadline: float = DEADLINE, allow: Collection[str] = tuple(PERMANENT)) -> list[str]:
+def settle(
+    before: Snapshot,
+    deadline: float = DEADLINE,
+    allow: Collection[str] = tuple(PERMANENT),
+    ignore: Collection[str] = (),
+) -> list[str]:
     """Compare ``before`` with now, again and again until nothing is left or ``deadline`` seconds have passed.
 
     The first look collects no garbage and closes no warm arena, so that it costs milliseconds when nothing leaks.
@@ -355,13 +316,13 @@ def settle(before: Snapshot, deadline: float = DEADLINE, allow: Collection[str] 
     """
     end = time.monotonic() + deadline
     pause = PAUSE
-    found = compare(before, snapshot(), allow)
+    found = compare(before, snapshot(), allow, ignore)
     while found:
         _trim()
-        if found := compare(before, snapshot(), allow):
+        if found := compare(before, snapshot(), allow, ignore):
             gc.collect()
             _trim()  # arenas that only garbage held
-            found = compare(before, snapshot(), allow)
+            found = compare(before, snapshot(), allow, ignore)
         if not found or time.monotonic() >= end:
             break
         time.sleep(pause)
@@ -377,8 +338,12 @@ def _trim() -> None:
 
 
 @contextlib.contextmanager
-def assert_no_leaks(deadline: float = DEADLINE, allow: Collection[str] = tuple(PERMANENT)) -> Iterator[None]:
+def assert_no_leaks(
+    deadline: float = DEADLINE, allow: Collection[str] = tuple(PERMANENT), ignore: Collection[str] = ()
+) -> Iterator[None]:
     """Fail if the body of the ``with`` leaves anything behind; its own exception passes, unchecked.
+
+    ``allow`` and ``ignore`` are those of `compare`.
 
     Example:
         with assert_no_leaks():
@@ -389,7 +354,7 @@ def assert_no_leaks(deadline: float = DEADLINE, allow: Collection[str] = tuple(P
     """
     before = snapshot()
     yield
-    if found := settle(before, deadline, allow):
+    if found := settle(before, deadline, allow, ignore):
         raise AssertionError(describe(found))
 
 
