@@ -181,10 +181,10 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(
         "arrays taken before sharing",
-        "An array made of a batch by `numpy()` goes on showing it after `share_memory_()` or `queue.put(batch)`, for the "
-        "batch is shared already.",
-        "These move the batch, as they move any tensor that is not shared, and the array shows memory that is used again. "
-        "Share first, then call `numpy()`; or use `batch.clone()`.",
+        "An array made of a batch by `numpy()` goes on showing it after `share_memory_()` or `queue.put(batch)`, for "
+        "the batch is shared already.",
+        "These move the batch, as they move any tensor that is not shared, and the array shows memory that is used "
+        "again. Share first, then call `numpy()`; or use `batch.clone()`.",
         "It is what torch does with every tensor that is not shared.",
         array_after_sharing, True, False,
     ),

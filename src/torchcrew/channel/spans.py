@@ -1,8 +1,8 @@
 """The data of a message: which ranges of memory its tensors and buffers are, and how the other side sees them.
 
 Two tensors that overlap in memory must overlap on the other side, too, so their common range travels once
-(`overlapping`). Arrays arrive as copies that overlap nothing, as with stock. A view with gaps that overlaps nothing else
-is sent without the gaps.
+(`overlapping`). Arrays arrive as copies that overlap nothing, as with stock. A view with gaps that overlaps nothing
+else is sent without the gaps.
 """
 
 from __future__ import annotations
