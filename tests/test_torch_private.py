@@ -39,7 +39,7 @@ def test_the_iterator_asks_its_context_for_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["_rcvd_idx", "_in_order", "_dataset_kind", "_sampler_iter", "_num_yielded", "_shutdown"]
+    "name", ["_rcvd_idx", "_in_order", "_dataset_kind", "_sampler_iter", "_num_yielded", "_workers", "_workers_status"]
 )
 def test_iterator_attributes(name: str) -> None:
     """Attributes of torch's iterator that ours reads."""

@@ -64,6 +64,21 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
             return new_shared(size)
         return stock(size, device=device)  # type: ignore[no-any-return,no-untyped-call]
 
+    def restore() -> None:
+        if "_new_shared" in vars(torch.UntypedStorage):
+            del torch.UntypedStorage._new_shared  # the inherited one is stock's
+
+    torch.UntypedStorage._new_shared = staticmethod(_new_shared)  # type: ignore[method-assign]
+    os.register_at_fork(after_in_child=restore)
+    registered = _utils.collate.default_collate_fn_map
+    if registered.get(torch.Tensor) is _utils.collate.collate_tensor_fn:  # else the user has put something there
+        registered[torch.Tensor] = _stacking_below(small)
+
+
+def _stacking_below(small: int) -> Callable[..., torch.Tensor]:
+    """`collate_tensor_fn`, but batches of less than ``small`` bytes are stacked in private memory."""
+    stock = _utils.collate.collate_tensor_fn
+
     def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
         if (
@@ -82,15 +97,6 @@ def allocate_batches_with(new_shared: Callable[[int], torch.UntypedStorage], sma
             else:
                 if stacked.dtype is first.dtype and type(stacked) is torch.Tensor and not stacked.requires_grad:
                     return stacked
-        return stock_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+        return stock(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
-    def restore() -> None:
-        if "_new_shared" in vars(torch.UntypedStorage):
-            del torch.UntypedStorage._new_shared  # the inherited one is stock's
-
-    torch.UntypedStorage._new_shared = staticmethod(_new_shared)  # type: ignore[method-assign]
-    os.register_at_fork(after_in_child=restore)
-    stock_collate_tensor_fn = _utils.collate.collate_tensor_fn
-    registered = _utils.collate.default_collate_fn_map
-    if registered.get(torch.Tensor) is stock_collate_tensor_fn:  # else the user has put something there
-        registered[torch.Tensor] = collate_tensor_fn
+    return collate_tensor_fn
