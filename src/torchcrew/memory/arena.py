@@ -18,9 +18,10 @@ Death      owner dies: every view stays valid; the next owner of the arena is to
 from __future__ import annotations
 
 import ctypes
+import errno
 import heapq
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
 from typing import Any
 
@@ -40,6 +41,8 @@ _ARENA_BYTES = 1 << 40
 _HOT_MIN = 32 << 20
 #: Allocations after which an owner looks whether it keeps more warm than it needed lately.
 _REVIEW_EVERY = 64
+#: What `round_block` adds to a block is at most this part of what is in it.
+_ROUNDING = 7
 _MFD_NOEXEC_SEAL = 8  # Linux 6.3
 
 #: A block as it is named in a message: slot, offset, bytes.
@@ -84,6 +87,19 @@ class Arena:
     def resident_bytes(self) -> int:
         """Memory the arena takes now."""
         return os.fstat(self.mapping.fd).st_blocks * 512
+
+    def pages(self) -> Iterator[tuple[int, int]]:
+        """The ranges past the lease table that have pages, as ``(start, end)``."""
+        end = SLOTS
+        while True:
+            try:
+                start = os.lseek(self.mapping.fd, end, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # no more
+                    return
+                raise
+            end = os.lseek(self.mapping.fd, start, os.SEEK_HOLE)
+            yield start, end
 
     def close(self) -> None:
         """Let go of the descriptor; views stay valid, memory goes with the last of them."""
@@ -147,26 +163,24 @@ class ArenaOwner:
             self.shrink(0)
 
     def _adopt(self, taken: list[Loan]) -> None:
-        """Count the blocks of an earlier owner; everything else it had is free, and warm up to where it had come."""
-        touched = self.arena.resident_bytes()
-        end = SLOTS
+        """Count the blocks of an earlier owner; everything else it had is free, and warm where there are pages."""
         for slot, offset, nbytes in taken:
             self._cold.reserve(offset, nbytes)
             self._loans[slot] = Block(slot, offset, nbytes, True, None, 0)
             self.used += nbytes
-            end = max(end, offset + nbytes)
         self._high = max((slot for slot, _, _ in taken), default=-1) + 1
         for slot in range(self._high):
             if slot not in self._loans:
                 self.arena.table[slot] = UNUSED
                 self._slots.append(slot)
-        # Where the warm pages are is not recorded. Owners fill an arena from below, so they are taken to be there.
-        warm_end = min(max(end, SLOTS + touched), self.arena.size // libc.PAGE * libc.PAGE)
-        for start, stop in list(self._cold):
-            if start < warm_end:
-                part = min(stop, warm_end) - start
-                self._cold.reserve(start, part)
-                self._give_warm(start, part)
+        for start, end in self.arena.pages():
+            # With the end of its block, which was rounded up and not touched: whole blocks can be used again.
+            reach = end + -(-(end - start) // (_ROUNDING * libc.PAGE)) * libc.PAGE
+            for free, stop in list(self._cold):
+                if free < reach and start < stop:
+                    low, high = max(free, start), min(stop, reach)
+                    self._cold.reserve(low, high - low)
+                    self._give_warm(low, high - low)
 
     @property
     def committed(self) -> int:
