@@ -70,7 +70,7 @@ def insert(text: str, table: str) -> str | None:
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown, with the machine under it."""
     lines = [
-        "| work | torch.utils.data | torchcrew.data | times faster | of the floor |",
+        "| work | torch.utils.data | torchcrew.data | ratio | of the floor |",
         "|---|---:|---:|---:|---:|",
     ]
     lines += [_line(row) for result in results.values() for row in result["rows"]]
