@@ -46,9 +46,10 @@ def _look(receive: Callable[..., Any], *args: Any) -> Any:
         try:
             return receive(*args, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            if time.perf_counter() > deadline:
-                return None
-            os.sched_yield()  # whoever wants this core comes first: maybe the process that we wait for
+            pass  # and nothing more in here: a Ctrl-C would show this error, too
+        if time.perf_counter() > deadline:
+            return None
+        os.sched_yield()  # whoever wants this core comes first: maybe the process that we wait for
 
 
 class Sender:
@@ -118,6 +119,8 @@ class Receiver:
         try:
             nbytes = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
+            nbytes = None
+        if nbytes is None:
             self.on_wait(True)
             try:
                 nbytes = _look(self._sock.recv_into, self._buffer, 0)

@@ -15,6 +15,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from multiprocessing import util
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchcrew.channel.packets import IndexSender, Receiver
 from torchcrew.channel.sockets import seqpacket_pair
 from torchcrew.crew import guardian
 from torchcrew.crew.board import NOTHING, Board
+from torchcrew.crew.guardian_main import is_dead
 from torchcrew.data.worker import End, WorkerEnds, main
 from torchcrew.memory import pool
 from torchcrew.memory.arena import Arena, Loan
@@ -98,6 +100,7 @@ class Transport:
         self._results: _Results | None = None
         self._worker_ends: list[WorkerEnds] = []
         self._watched = 0
+        self._pidfds: list[int | None] = []
         self.closed = False
         self.board = Board.create(workers)  # last: it is the only one that must be closed by hand
         self._resources: list[Any] = [self.receiver, self._sent, self.board]
@@ -161,6 +164,7 @@ class Transport:
                 break
             self._watched += 1
             pidfd = guardian.watch(process.pid)
+            self._pidfds.append(pidfd)
             if pidfd is not None:  # else it is gone, and whoever reaped it knows
                 self.receiver.watch(number, pidfd)
             self._worker_ends[number].indices.close()
@@ -190,14 +194,22 @@ class Transport:
             steps.callback(self._at_exit)
             for number, process in enumerate(self._processes):
                 if process.pid is not None:  # else its start failed, or was interrupted
-                    steps.callback(self._kill, process, self._arenas[number], arenas)
+                    steps.callback(self._kill, number, arenas)
 
-    def _kill(self, process: Any, arena: Arena, arenas: list[Arena]) -> None:
-        if process.is_alive():
+    def _kill(self, number: int, arenas: list[Arena]) -> None:
+        process = self._processes[number]
+        if not self._is_gone(number):
             process.kill()
-            process.join(_KILLED)
-            if process.is_alive():  # the kernel cannot end it now: it is not waited for, and keeps its arena
-                arenas[:] = [other for other in arenas if other is not arena]
+        process.join(_KILLED)  # reaps
+        if not self._is_gone(number):  # the kernel cannot end it now: it is not waited for, and keeps its arena
+            arenas[:] = [arena for arena in arenas if arena is not self._arenas[number]]
+
+    def _is_gone(self, number: int) -> bool:
+        # While another thread reaps it (every start of a process looks at all), `is_alive` takes a dead one for alive.
+        if number < len(self._pidfds):
+            pidfd = self._pidfds[number]
+            return pidfd is None or is_dead(pidfd)
+        return not self._processes[number].is_alive()
 
 
 def _lease(arenas: list[Arena], number: int, loan: Loan) -> Any:
@@ -206,8 +218,10 @@ def _lease(arenas: list[Arena], number: int, loan: Loan) -> Any:
 
 def _died(processes: list[Any], senders: list[_Indices], number: int) -> bool:
     """Whether worker ``number``, which is gone, was not asked to go."""
-    # Not every start method has the exit status ready the moment the process is gone.
-    processes[number].join(1.0)
+    # The exit status may come a moment later: of a zygote's child, or while another thread reaps it.
+    deadline = time.monotonic() + _KILLED
+    while processes[number].is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
     return not senders[number].ended
 
 
