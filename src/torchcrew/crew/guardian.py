@@ -236,10 +236,23 @@ def _register_fork_hooks() -> None:
     if not _hooks_registered:
         _hooks_registered = True
         os.register_at_fork(
-            before=lambda: _lock.acquire(),
-            after_in_parent=lambda: _lock.release(),
-            after_in_child=_after_fork_in_child,
+            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
         )
+
+
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    _forking.holds = True
+
+
+def _after_fork_in_parent() -> None:
+    # A fork in another thread may have begun before these hooks were registered, and end after.
+    if getattr(_forking, "holds", False):
+        _forking.holds = False
+        _lock.release()
 
 
 def _after_fork_in_child() -> None:

@@ -159,7 +159,7 @@ def _attach(witness: _Witness) -> None:
 
 
 def _after_fork_in_parent() -> None:
-    witness = _forking.witness
+    witness = getattr(_forking, "witness", None)  # none for a fork that began before this module was imported
     if witness is not None:
         _attach(witness)  # to those that another thread received in between
         witness.write_end = _close(witness.write_end)
