@@ -28,12 +28,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchcrew.channel.sockets import QuietSocket, seqpacket_pair
 from torchcrew.crew.guardian_main import IGNORED, MESSAGE, is_dead
 
-__all__ = ("descriptors", "forget", "pid", "watch")
+__all__ = ("descriptors", "forget", "no_forks", "pid", "watch")
 
 #: How long one message may wait for room, in seconds. A guardian takes milliseconds to start and never blocks, so one
 #: that takes no message for so long was stopped by somebody, and is replaced.
@@ -223,21 +224,8 @@ def _own_state() -> _State:
     if _state is not None and _state.owner != os.getpid():
         _after_fork_in_child()
     if _state is None:
-        _register_fork_hooks()
         _state = _State(os.getpid(), None, {})
     return _state
-
-
-_hooks_registered = False
-
-
-def _register_fork_hooks() -> None:
-    global _hooks_registered
-    if not _hooks_registered:
-        _hooks_registered = True
-        os.register_at_fork(
-            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-        )
 
 
 _forking = threading.local()
@@ -261,6 +249,18 @@ def _after_fork_in_child() -> None:
     state, _state = _state, None
     if state is not None:
         state.abandon()
+
+
+# The lock is held over every fork, from the import on: a process that is forked while another thread executes a program
+# inherits the pipe on which that thread waits for the program's start, and keeps it waiting for as long as it lives.
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+@contextlib.contextmanager
+def no_forks() -> Iterator[None]:
+    """Have other threads' forks wait; to be held while a program is executed."""
+    with _lock:
+        yield
 
 
 def _start() -> _Link:

@@ -333,15 +333,16 @@ def _start_base(preloads: tuple[str, ...]) -> Server:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # stays so over exec: nothing ends it in its first moment
     try:
         ours.send(pickle.dumps((_absolute_path(), preloads)))
-        child = subprocess.Popen(
-            [spawn.get_executable(), *flags, "-c", _PROGRAM, str(theirs.fileno()), str(user)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **_THREADS},
-            pass_fds=(theirs.fileno(), user),
-            **group,
-        )
+        with guardian.no_forks():
+            child = subprocess.Popen(
+                [spawn.get_executable(), *flags, "-c", _PROGRAM, str(theirs.fileno()), str(user)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **_THREADS},
+                pass_fds=(theirs.fileno(), user),
+                **group,
+            )
         child.returncode = 0  # we reap it; without this its finalizer complains that it still runs
         server = Server(ours, child.pid, os.pidfd_open(child.pid))
     finally:
