@@ -100,7 +100,7 @@ class Transport:
         self._results: _Results | None = None
         self._worker_ends: list[WorkerEnds] = []
         self._watched = 0
-        self._pidfds: list[int | None] = []
+        self._pidfds: dict[int, int | None] = {}
         self.closed = False
         self.board = Board.create(workers)  # last: it is the only one that must be closed by hand
         self._resources: list[Any] = [self.receiver, self._sent, self.board]
@@ -163,8 +163,8 @@ class Transport:
             if process.pid is None:
                 break
             self._watched += 1
-            pidfd = guardian.watch(process.pid)
-            self._pidfds.append(pidfd)
+            # By number: a watch that an exception interrupts must not shift those that follow.
+            pidfd = self._pidfds[number] = guardian.watch(process.pid)
             if pidfd is not None:  # else it is gone, and whoever reaped it knows
                 self.receiver.watch(number, pidfd)
             self._worker_ends[number].indices.close()
@@ -206,7 +206,7 @@ class Transport:
 
     def _is_gone(self, number: int) -> bool:
         # While another thread reaps it (every start of a process looks at all), `is_alive` takes a dead one for alive.
-        if number < len(self._pidfds):
+        if number in self._pidfds:
             pidfd = self._pidfds[number]
             return pidfd is None or is_dead(pidfd)
         return not self._processes[number].is_alive()
