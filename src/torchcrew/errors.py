@@ -1,6 +1,9 @@
 """The error tree: every error torchcrew raises by itself, each a subclass of what users already catch."""
 
-__all__ = ("ArenaFull", "TorchcrewError")
+import errno
+from queue import Empty
+
+__all__ = ("ArenaFull", "PeerDied", "QueueClosed", "TooManyDescriptors", "TorchcrewError")
 
 
 class TorchcrewError(RuntimeError):
@@ -9,3 +12,25 @@ class TorchcrewError(RuntimeError):
 
 class ArenaFull(TorchcrewError, MemoryError):
     """A message needs more shared memory than the budget leaves; names the budget and the option that raises it."""
+
+
+class PeerDied(TorchcrewError, Empty, EOFError):
+    """Nothing will come any more: every other process that could send it is gone; says which ones, and how they ended.
+
+    A `queue.Empty`, too: who asked with a timeout and looks after his processes when nothing came, need not change.
+    """
+
+
+class QueueClosed(TorchcrewError, EOFError, ValueError):
+    """The queue was closed for all processes (`EOFError`), or in this one (`ValueError`, as the standard library's)."""
+
+
+class TooManyDescriptors(TorchcrewError, OSError):
+    """A message's shared memory cannot be received or sent: this process has no descriptor left for it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            errno.EMFILE,
+            "no file descriptor is left: every shared tensor keeps one. Send fewer, larger tensors, let go of those "
+            "you no longer need, send snapshots through torchcrew.Queue, or raise the limit (ulimit -n)",
+        )

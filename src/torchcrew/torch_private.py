@@ -6,6 +6,7 @@ its name and not somewhere in a training run.
 
 from __future__ import annotations
 
+import importlib
 import os
 import types
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from torch.utils.data import dataloader as dataloader_module  # the module whose
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as StockIterator
 
 __all__ = (
+    "DATA_PARALLEL",
+    "IMPORTED_BY_DATA_PARALLEL",
     "ITERABLE",
     "ExceptionWrapper",
     "StockIterator",
@@ -25,14 +28,26 @@ __all__ = (
     "dataloader_module",
     "profiler_enabled",
     "python_is_exiting",
+    "rendezvous_handlers",
+    "shared_descriptor",
+    "shared_storage",
     "stock_get_iterator",
+    "swap_storages",
 )
 
 
 #: `_dataset_kind` of a loader over an `IterableDataset`.
 ITERABLE = dataloader_module._DatasetKind.Iterable
+#: Wrappers of a model that import a large part of torch when the first is made, and what they import.
+DATA_PARALLEL: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel,)
+IMPORTED_BY_DATA_PARALLEL = "torch._dynamo"
 #: Whether a profiler records in this thread.
 profiler_enabled = torch._C._autograd._profiler_enabled
+#: A storage over ``(fd, nbytes)`` that duplicates the descriptor and keeps its own; and that descriptor of a storage.
+shared_storage = torch.UntypedStorage._new_shared_fd_cpu
+shared_descriptor = torch.UntypedStorage._share_fd_cpu_
+#: Exchanges the memory of two storages under all their tensors; None in a release without it.
+swap_storages: Callable[[Any, Any], None] | None = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
 def python_is_exiting() -> bool:
@@ -100,3 +115,11 @@ def _stacking_below(small: int) -> Callable[..., torch.Tensor]:
         return stock(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
     return collate_tensor_fn
+
+
+def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
+    """What `init_process_group` asks for a store, by the scheme of its ``init_method``; "env" when it has none."""
+    # `torch.distributed.rendezvous` is also the name of a function that hides the module.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Callable[..., Any]] = module._rendezvous_handlers
+    return handlers

@@ -15,7 +15,6 @@ import collections
 import contextlib
 import errno
 import functools
-import os
 import select
 import socket
 import struct
@@ -25,6 +24,7 @@ from queue import Empty
 from typing import Any
 
 from torchcrew.channel.message import PACKET_MAX, Encoder, decode
+from torchcrew.channel.sockets import look
 from torchcrew.channel.writer import BlockWriter
 from torchcrew.memory.arena import Loan
 from torchcrew.memory.lease import SWEEP_EVERY, sweep_now_and_then
@@ -37,19 +37,6 @@ _LAST, _MORE = b"\0", b"\1"
 _FRAGMENT = 32 << 10
 #: While an index socket is full, how often to try again, in seconds. Rare: it takes thousands of unread indices.
 _RETRY = 0.01
-
-
-def _look(receive: Callable[..., Any], *args: Any) -> Any:
-    """Receive without sleeping, for as long as `LOOK_FOR`; None when nothing came."""
-    deadline = time.perf_counter() + LOOK_FOR
-    while True:
-        try:
-            return receive(*args, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass  # and nothing more in here: a Ctrl-C would show this error, too
-        if time.perf_counter() > deadline:
-            return None
-        os.sched_yield()  # whoever wants this core comes first: maybe the process that we wait for
 
 
 class Sender:
@@ -123,7 +110,7 @@ class Receiver:
         if nbytes is None:
             self.on_wait(True)
             try:
-                nbytes = _look(self._sock.recv_into, self._buffer, 0)
+                nbytes = look(self._sock.recv_into, self._buffer, 0, 0)
                 if nbytes is None:
                     nbytes = self._wait(timeout)
             finally:
@@ -173,9 +160,6 @@ class Receiver:
         self._sock.close()
 
 
-#: Seconds to look before sleeping. Putting a process to sleep and waking it costs tens of microseconds, more where the
-#: core is virtual. Each look offers the core to others first, so one may last as long as they take.
-LOOK_FOR = 80e-6
 #: Room in the receiver's buffer beyond a packet's limit, for the pickle of records and loans around it.
 INLINE_SLACK = 64 << 10
 
@@ -249,7 +233,7 @@ class IndexReceiver:
             )
             self._timeout = timeout
         while True:
-            data = _look(self._sock.recv, _FRAGMENT + 1)
+            data = look(self._sock.recv, _FRAGMENT + 1, 0)
             try:
                 data = data or self._sock.recv(_FRAGMENT + 1)
             except BlockingIOError:
