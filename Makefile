@@ -13,14 +13,15 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 CODE := $(wildcard src tests examples benchmarks tools docs/snippets)
 # `make test PYTEST_ARGS="-k lease -x"` narrows a run.
 PYTEST_ARGS ?=
-# A checkout of another project whose suite `make peer` runs; see tools/peer_suites.py.
+# Another project's suite, and a checkout or archive of it, for `make peer`; see tools/peer_suites.py.
+SUITE ?= torchdata-dataloader
 CHECKOUT ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint format test test-faults bench docs peer clean
 
 help:
-	@echo "make setup | demo | test | lint | format | test-faults | bench | docs | peer CHECKOUT=path | clean"
+	@echo "make setup | demo | test | lint | format | test-faults | bench | docs | peer SUITE=name CHECKOUT=path | clean"
 
 setup: $(STAMP)
 
@@ -43,7 +44,7 @@ format: setup
 	$(BIN)/ruff format $(CODE)
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python tools/run_tests.py $(PYTEST_ARGS)
 	$(MAKE) docs
 
 test-faults: setup
@@ -56,9 +57,8 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 peer: setup
-	@test -n "$(CHECKOUT)" || { echo "usage: make peer CHECKOUT=path/to/a/checkout" >&2; exit 2; }
 	$(PIP) install -q -c $(CONSTRAINTS) -e ".[peer]"
-	$(BIN)/python tools/peer_suites.py $(CHECKOUT)
+	$(BIN)/python tools/peer_suites.py $(SUITE) $(CHECKOUT)
 
 clean:
 	rm -rf $(VENV) site build dist out torchcrew-demo.png .pytest_cache .ruff_cache .mypy_cache .hypothesis

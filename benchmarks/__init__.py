@@ -1,4 +1,4 @@
-"""Benchmarks: stock's DataLoader and torchcrew's, alternating in one run, with equal batches.
+"""Benchmarks: stock and torchcrew, alternating in one run, with equal results.
 
     python -m benchmarks                    all of them, each in a process of its own; tables, JSON, pictures
     python -m benchmarks.small_batches      one
@@ -12,7 +12,11 @@ The SPDL peer is measured where ``spdl-core`` 0.8 is installed (``pip install --
 
 from __future__ import annotations
 
-#: Modules of this package that are benchmarks, in the order of the tables.
-NAMES = ("small_batches", "large_batches", "many_tensors", "first_batch", "tiny_epochs", "memory", "growth")
+#: Modules of this package that are benchmarks, by the table they stand in, in its order.
+GROUPS = {
+    "data": ("small_batches", "large_batches", "many_tensors", "first_batch", "tiny_epochs", "memory", "growth"),
+    "multiprocessing": ("queues", "native_queues", "pool", "processes", "shared_dataset"),
+}
+NAMES = tuple(name for names in GROUPS.values() for name in names)
 
-__all__ = ("NAMES",)
+__all__ = ("GROUPS", "NAMES")

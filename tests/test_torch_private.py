@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 
 import pytest
@@ -69,3 +70,20 @@ def test_exception_wrapper() -> None:
     assert wrapper.exc_type is KeyError
     with pytest.raises(KeyError, match="Caught KeyError in a test"):
         wrapper.reraise()
+
+
+def test_rendezvous_handlers() -> None:
+    """`init_process_group` asks the entry "env" of a dict, a function that yields a store, a rank and a size."""
+    from torch.distributed import rendezvous
+
+    handlers = torch_private.rendezvous_handlers()
+    assert {"env", "tcp", "file"} <= set(handlers)
+    assert rendezvous.__globals__["_rendezvous_handlers"] is handlers
+    assert inspect.isgeneratorfunction(handlers["env"])
+    assert next(iter(inspect.signature(handlers["env"]).parameters)) == "url"
+
+
+def test_what_training_imports() -> None:
+    """Wrapping a model imports a large module, whose name is given to the zygote; so does making an optimizer."""
+    assert importlib.util.find_spec(torch_private.IMPORTED_BY_TRAINING) is not None
+    assert torch_private.IMPORTED_BY_TRAINING in inspect.getsource(torch.nn.parallel.distributed)

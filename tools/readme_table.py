@@ -5,8 +5,8 @@
 
     python tools/readme_table.py --results FOLDER   show the table of a trial run; never writes
 
-The table stands between the lines ``<!-- bench:begin -->`` and ``<!-- bench:end -->``; a file without them is left
-alone.
+A table stands between the lines ``<!-- bench:begin GROUP -->`` and ``<!-- bench:end -->``, where the group is one of
+`benchmarks.GROUPS`; a file without them is left alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import GROUPS  # noqa: E402
 from benchmarks.harness import COPY, IN_PROCESS, OURS, RESULTS, STOCK  # noqa: E402
 from benchmarks.plots import load  # noqa: E402
 from benchmarks.tables import figure, share, times  # noqa: E402
 
-FILES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "guide" / "dataloader.md")
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+FILES = (ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
+BEGIN, END = "<!-- bench:begin {} -->", "<!-- bench:end -->"
+#: What stands over the columns of stock and ours, and under the table.
+ENGINES = {
+    "data": ("torch.utils.data", "torchcrew.data"),
+    "multiprocessing": ("torch.multiprocessing", "torchcrew"),
+}
+FOOTERS = {
+    "data": (
+        "2 workers and fork unless said; every batch was hashed and equal to stock's. Floor: a memory copy of the same "
+        "bytes by all cores, the same work with `num_workers=0`, or, for the first batch, stock's fork."
+    ),
+    "multiprocessing": (
+        "every received value was checked. Floor: a memory copy of the same bytes by all cores, or what is named."
+    ),
+}
 #: How a floor is called in the table.
 FLOORS = {COPY: "a memory copy", IN_PROCESS: "in-process", "stock, fork": "stock's fork"}
 
@@ -38,43 +53,44 @@ def main() -> int:
     if not results:
         print(f"no results in {options.results}: nothing to do")
         return 0
-    table = render(results)
+    tables = {group: render(group, found) for group, found in grouped(results).items()}
     if options.results.resolve() != RESULTS:
-        print(table)  # figures of a trial do not belong into the files
+        print("\n\n".join(tables.values()))  # figures of a trial do not belong into the files
         return 0
     stale = []
     for path in FILES:
-        name = path.relative_to(ROOT)
         text = path.read_text() if path.exists() else ""
-        wanted = insert(text, table)
-        if wanted is None:
-            print(f"{name}: no markers, nothing to do")
-        elif wanted == text:
-            print(f"{name}: up to date")
-        elif options.check:
-            stale.append(name)
-            print(f"{name}: stale; run python tools/readme_table.py", file=sys.stderr)
-        else:
+        wanted = text
+        for group, table in tables.items():
+            wanted = insert(wanted, group, table)
+        if wanted != text and options.check:
+            stale.append(path)
+            print(f"{path.relative_to(ROOT)}: stale; run python tools/readme_table.py", file=sys.stderr)
+        elif wanted != text:
             path.write_text(wanted)
-            print(f"{name}: written")
+            print(f"{path.relative_to(ROOT)}: written")
     return 1 if stale else 0
 
 
-def insert(text: str, table: str) -> str | None:
-    """``text`` with the table between its markers; None where it has none."""
-    before, begin, rest = text.partition(BEGIN)
+def grouped(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results there are, by the table they belong to."""
+    groups = {group: {name: results[name] for name in names if name in results} for group, names in GROUPS.items()}
+    return {group: found for group, found in groups.items() if found}
+
+
+def insert(text: str, group: str, table: str) -> str:
+    """``text`` with the table between its markers, if it has them."""
+    before, begin, rest = text.partition(BEGIN.format(group))
     _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}" if begin and end else None
+    return f"{before}{begin}\n{table}\n{END}{after}" if begin and end else text
 
 
-def render(results: dict[str, Any]) -> str:
-    """The table in Markdown, with the machine under it."""
-    lines = [
-        "| work | torch.utils.data | torchcrew.data | ratio | of the floor |",
-        "|---|---:|---:|---:|---:|",
-    ]
+def render(group: str, results: dict[str, Any]) -> str:
+    """A table in Markdown, with the machine under it."""
+    stock, ours = ENGINES[group]
+    lines = [f"| work | {stock} | {ours} | ratio | of the floor |", "|---|---:|---:|---:|---:|"]
     lines += [_line(row) for result in results.values() for row in result["rows"]]
-    return "\n".join([*lines, "", _footer(results)])
+    return "\n".join([*lines, "", _footer(group, results)])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -98,14 +114,13 @@ def _peers(row: dict[str, Any]) -> str:
     return f" ({'; '.join(shown)})" if shown else ""
 
 
-def _footer(results: dict[str, Any]) -> str:
+def _footer(group: str, results: dict[str, Any]) -> str:
     machine = next(iter(results.values()))["machine"]
     repeats = min(result["repeats"] for result in results.values())
     return (
         f"Medians of {repeats} alternating runs on {machine['cores']} cores ({machine['system']}), Python "
-        f"{machine['python']}, torch {machine['torch']}, {machine['date'][:10]}; 2 workers and fork unless said; every "
-        "batch was hashed and equal to stock's. Floor: a memory copy of the same bytes by all cores, the same work "
-        "with `num_workers=0`, or, for the first batch, stock's fork. `make bench` measures it again."
+        f"{machine['python']}, torch {machine['torch']}, {machine['date'][:10]}; {FOOTERS[group]} "
+        "`make bench` measures it again."
     )
 
 

@@ -8,21 +8,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from typing import Any
 
     from torchcrew import data as data
     from torchcrew import errors as errors
     from torchcrew import memory as memory
+    from torchcrew import multiprocessing as multiprocessing
+    from torchcrew.channel.pipe import Pipe as Pipe
+    from torchcrew.channel.queue import Queue as Queue
+    from torchcrew.channel.shared import share as share
+    from torchcrew.channel.shared_sequences import SharedDict as SharedDict
+    from torchcrew.channel.shared_sequences import SharedList as SharedList
+    from torchcrew.launch.device import device as device
 
-__all__ = ("__version__", "data", "errors", "memory")
+__all__ = (
+    "Pipe",
+    "Queue",
+    "SharedDict",
+    "SharedList",
+    "__version__",
+    "data",
+    "device",
+    "errors",
+    "memory",
+    "multiprocessing",
+    "share",
+)
 
 __version__ = "0.1.0"
 
-_SUBMODULES = frozenset({"data", "errors", "memory", "testing"})
+_SUBMODULES = frozenset({"data", "errors", "memory", "multiprocessing", "testing"})
+#: Functions and classes, by the module that has them.
+_ATTRIBUTES = {
+    "Pipe": "torchcrew.channel.pipe",
+    "Queue": "torchcrew.channel.queue",
+    "SharedDict": "torchcrew.channel.shared_sequences",
+    "SharedList": "torchcrew.channel.shared_sequences",
+    "device": "torchcrew.launch.device",
+    "share": "torchcrew.channel.shared",
+}
 
 
-def __getattr__(name: str) -> "ModuleType":
-    """Import a public submodule at its first use."""
+def __getattr__(name: str) -> "Any":
+    """Import a public submodule, or what a module of its own has, at its first use."""
+    if name in _ATTRIBUTES:
+        return getattr(import_module(_ATTRIBUTES[name]), name)
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

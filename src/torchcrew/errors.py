@@ -1,9 +1,10 @@
 """The error tree: every error torchcrew raises by itself, each a subclass of what users already catch."""
 
 import errno
+from concurrent.futures.process import BrokenProcessPool
 from queue import Empty
 
-__all__ = ("ArenaFull", "PeerDied", "QueueClosed", "TooManyDescriptors", "TorchcrewError")
+__all__ = ("ArenaFull", "PeerDied", "PoolBroken", "QueueClosed", "TooManyDescriptors", "TorchcrewError", "WorkerDied")
 
 
 class TorchcrewError(RuntimeError):
@@ -21,6 +22,10 @@ class PeerDied(TorchcrewError, Empty, EOFError):
     """
 
 
+class PoolBroken(TorchcrewError, BrokenProcessPool):
+    """A pool has no workers and gets none: their initializer fails, or they cannot be started; says why."""
+
+
 class QueueClosed(TorchcrewError, EOFError, ValueError):
     """The queue was closed for all processes (`EOFError`), or in this one (`ValueError`, as the standard library's)."""
 
@@ -34,3 +39,18 @@ class TooManyDescriptors(TorchcrewError, OSError):
             "no file descriptor is left: every shared tensor keeps one. Send fewer, larger tensors, let go of those "
             "you no longer need, send snapshots through torchcrew.Queue, or raise the limit (ulimit -n)",
         )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class WorkerDied(TorchcrewError, BrokenProcessPool):
+    """A worker process ended in the middle of a task; says which one, how it ended, and what it was doing.
+
+    That task is lost. The others are not, although `BrokenProcessPool` of `concurrent.futures` would mean so.
+    """
+
+    pid: int | None = None
+    """The process that ended."""
+    exitcode: int | None = None
+    """As `multiprocessing.Process.exitcode`; None where somebody else has taken it."""

@@ -19,8 +19,7 @@ from torch.utils.data import dataloader as dataloader_module  # the module whose
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as StockIterator
 
 __all__ = (
-    "DATA_PARALLEL",
-    "IMPORTED_BY_DATA_PARALLEL",
+    "IMPORTED_BY_TRAINING",
     "ITERABLE",
     "ExceptionWrapper",
     "StockIterator",
@@ -38,13 +37,12 @@ __all__ = (
 
 #: `_dataset_kind` of a loader over an `IterableDataset`.
 ITERABLE = dataloader_module._DatasetKind.Iterable
-#: Wrappers of a model that import a large part of torch when the first is made, and what they import.
-DATA_PARALLEL: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel,)
-IMPORTED_BY_DATA_PARALLEL = "torch._dynamo"
+#: The large part of torch that the first optimizer, or the first data-parallel wrapper of a model, imports.
+IMPORTED_BY_TRAINING = "torch._dynamo"
 #: Whether a profiler records in this thread.
 profiler_enabled = torch._C._autograd._profiler_enabled
 #: A storage over ``(fd, nbytes)`` that duplicates the descriptor and keeps its own; and that descriptor of a storage.
-shared_storage = torch.UntypedStorage._new_shared_fd_cpu
+shared_storage: Callable[[int, int], Any] = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
 shared_descriptor = torch.UntypedStorage._share_fd_cpu_
 #: Exchanges the memory of two storages under all their tensors; None in a release without it.
 swap_storages: Callable[[Any, Any], None] | None = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)

@@ -340,3 +340,173 @@ def test_a_forked_child_that_exits_like_a_program_prints_no_report(tmp_path):
     write(tmp_path, "program.py", "import os, sys\nif os.fork() == 0:\n    sys.exit()\nos.wait()")
     done = run("program.py", cwd=tmp_path)
     assert done.stderr.count("in all") == 1
+
+
+OURS = """
+import torch.multiprocessing as mp
+
+def whose():
+    return mp.get_context("spawn").Process.__module__.split(".")[0]
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "zygote"])
+def test_processes_are_ours(tmp_path, method):
+    """`torch.multiprocessing` of an unmodified program and of its children; who starts them shows in the parent."""
+    write(
+        tmp_path,
+        "program.py",
+        f"""
+        {textwrap.indent(OURS, " " * 8).strip()}
+
+        def child(name):
+            print(whose(), mp.get_start_method(), mp.current_process().name, flush=True)
+
+        if __name__ == "__main__":
+            mp.set_start_method({method!r})
+            process = mp.Process(target=child, args=(1,), name="a child")
+            process.start()
+            process.join(60)
+            print(whose(), process.exitcode, type(process._popen).__module__)
+        """,
+    )
+    done = run("--no-report", "program.py", cwd=tmp_path, timeout=100)
+    assert done.stdout == f"torchcrew {method} a child\ntorchcrew 0 torchcrew.multiprocessing.popen\n", done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.timeout(60)
+def test_processes_of_a_python_subprocess_are_ours(tmp_path):
+    """The environment carries it there."""
+    write(tmp_path, "inner.py", f"{OURS}\nprint(whose())")
+    write(tmp_path, "program.py", "import subprocess, sys\nsubprocess.run([sys.executable, 'inner.py'], check=True)")
+    assert run("--no-report", "program.py", cwd=tmp_path).stdout == "torchcrew\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_stock_loaders_workers_come_from_the_zygote(tmp_path, method):
+    """Also where the program asks for spawn; what they see is spawn's."""
+    write(
+        tmp_path,
+        "program.py",
+        f"""
+        import multiprocessing
+        from torch.utils.data import DataLoader, get_worker_info
+
+        class Methods:
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                return multiprocessing.get_start_method()
+
+        if __name__ == "__main__":
+            iterator = iter(DataLoader(Methods(), num_workers=2, multiprocessing_context={method!r}))
+            kinds = {{type(worker._popen).__name__.removesuffix("ForkServer") for worker in iterator._workers}}
+            print(kinds, set(sum(map(tuple, iterator), ())))
+        """,
+    )
+    done = run("--no-report", "program.py", cwd=tmp_path)
+    name = "ServedSpawn" if method == "spawn" else "Served"
+    assert done.stdout == f"{{{name!r}}} {{{method!r}}}\n", done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["spawn", "zygote"])
+def test_the_start_method_of_a_program_that_sets_none(tmp_path, method):
+    """In it, in its children, in a Python that it starts, and for the standard library."""
+    write(
+        tmp_path,
+        "inner.py",
+        "import multiprocessing, torch.multiprocessing as mp\nprint(multiprocessing.get_start_method())\n"
+        "print(mp.get_start_method())",
+    )
+    write(
+        tmp_path,
+        "program.py",
+        """
+        import multiprocessing, subprocess, sys
+        import torch.multiprocessing as mp
+
+        def child():
+            print(mp.get_start_method(), flush=True)
+
+        if __name__ == "__main__":
+            print(mp.get_start_method(allow_none=True), multiprocessing.get_start_method(allow_none=True), flush=True)
+            process = mp.Process(target=child)
+            process.start()
+            process.join(40)
+            print(mp.get_start_method(), multiprocessing.get_start_method(), process.exitcode, flush=True)
+            subprocess.run([sys.executable, "inner.py"], check=True)
+        """,
+    )
+    done = run("--no-report", "--start-method", method, "program.py", cwd=tmp_path)
+    assert done.stdout.splitlines() == ["None None", method, f"{method} {method} 0", method, method], done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("call", ["set_start_method('spawn')", "set_start_method('spawn', force=True)"])
+def test_the_program_sets_its_start_method_as_ever(tmp_path, call):
+    """As if --start-method had not been given; a second time is refused as ever."""
+    write(
+        tmp_path,
+        "program.py",
+        f"""
+        import torch.multiprocessing as mp
+        mp.{call}
+        print(mp.get_start_method())
+        try:
+            mp.set_start_method("fork")
+        except RuntimeError as error:
+            print(error)
+        """,
+    )
+    done = run("--no-report", "--start-method", "zygote", "program.py", cwd=tmp_path)
+    assert done.stdout == "spawn\ncontext has already been set\n", done.stderr
+
+
+def test_a_start_method_that_does_not_exist(tmp_path):
+    """Status 2, and which there are."""
+    write(tmp_path, "program.py", "print('ran')")
+    done = run("--start-method", "thread", "program.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'thread', but should be fork, spawn, forkserver or zygote" in done.stderr
+    assert "in all" not in done.stderr
+
+
+def test_torch_is_not_imported_for_a_start_method(tmp_path):
+    """Nor is anything started."""
+    write(tmp_path, "program.py", "import sys\nprint('torch' in sys.modules)")
+    done = run("--no-report", "--start-method", "zygote", "program.py", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.timeout(60)
+def test_a_failed_child_is_named_before_the_report(tmp_path):
+    """The program ends with status 0 although its children died: one line says so."""
+    write(
+        tmp_path,
+        "program.py",
+        """
+        import torch.multiprocessing as mp
+
+        def train(rank):
+            raise SystemExit(rank)
+
+        if __name__ == "__main__":
+            processes = [mp.Process(target=train, args=(rank,)) for rank in range(3)]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+        """,
+    )
+    done = run("--start-method", "spawn", "program.py", cwd=tmp_path)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    (notice,) = [n for n, line in enumerate(lines) if "nothing looked at the exit code" in line]
+    assert re.search(r"2 child processes failed.*Process-2 \(pid \d+, exit code 1\), \w*-3 \(pid", lines[notice])
+    assert any("in all" in line for line in lines[notice:])

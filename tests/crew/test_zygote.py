@@ -257,12 +257,37 @@ def test_an_unpicklable_process_fails_in_the_parent(ctx: Any) -> None:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_process_group(ctx: Any, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, or the user's, whose Ctrl-C it gets then; SIGKILL and the exit code are the same."""
+    monkeypatch.setattr(zygote.Popen, "own_group", own)
+    process = ctx.Process(target=time.sleep, args=(60,))
+    process.start()
+    assert os.getpgid(process.pid) == (process.pid if own else os.getpgrp())
+    process.kill()
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_process_group_that_cannot_be_joined(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another session, as of a user who became a daemon since: it has its own then."""
+    run(ctx.Process(target=cases.nothing))
+    monkeypatch.setattr(zygote.Popen, "own_group", False)
+    monkeypatch.setattr(os, "getpgrp", lambda: os.getpgid(guardian.pid() or 0))
+    process = ctx.Process(target=time.sleep, args=(60,))
+    process.start()
+    assert os.getpgid(process.pid) == process.pid
+    process.kill()
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def test_a_process_started_so_starts_others(ctx: Any) -> None:
-    """The default method in a child calls itself spawn, works, and lets stock's spawn work."""
+    """The default method in a child is its own, works, and lets stock's spawn work."""
     queue = ctx.Queue()
     process = ctx.Process(target=cases.start_another, args=(queue,))
     process.start()
-    assert queue.get(timeout=40) == "spawn"
+    assert queue.get(timeout=40) == "zygote"
     assert queue.get(timeout=40) == (0, 0)
     process.join(20)
     assert process.exitcode == 0

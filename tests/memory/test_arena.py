@@ -54,6 +54,29 @@ def test_blocks_are_apart(arena: Arena) -> None:
     assert len({block.slot for block in blocks}) == 50
 
 
+def test_a_block_is_taken_again_when_it_has_come_back(arena: Arena) -> None:
+    """Not before, and not when it was recycled, though its slot may be another block's by then."""
+    owner = ArenaOwner(arena)
+    block = touch(new(owner, 3 * PAGE), 5)
+    loan = owner.lend(block, 3 * PAGE)
+    assert owner.take_again(block) is False
+    view = arena.lease(loan)
+    assert owner.take_again(block) is False
+    del view
+    assert owner.take_again(block) is True
+    assert owner.take_again(block) is False
+    view = arena.lease(loan)
+    lend(owner, 3 * PAGE, 6)
+    assert bytes(view) == bytes([5]) * len(view)
+    del view
+    owner.recycle()
+    assert owner.take_again(block) is None
+    again = lend(owner, 3 * PAGE, 7)
+    assert again[0] == block.slot
+    assert owner.take_again(block) is None
+    assert owner.used == 2 * 3 * PAGE
+
+
 def test_a_returned_block_is_reused_warm(arena: Arena) -> None:
     """The same pages, so that no fresh ones are needed."""
     owner = ArenaOwner(arena)

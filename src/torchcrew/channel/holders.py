@@ -5,10 +5,11 @@
                   └─ hangs up when that process, and all that inherited from it, are gone
 
 The kernel closes a write end with its last holder, so grandchildren count and no pid can be mistaken for another. A
-process that waits in `get` waits on its witnesses, too: when the last has hung up, nobody is left who could put.
+process that waits at a mailbox waits on its witnesses, too: when the last of them has hung up, nobody is left who could
+put something in, or take something out.
 
 Owner      this process owns the read ends: a `Witness` closes its own when it is forgotten. In the child the write end
-           stays open until the process ends.
+           stays open until the process ends: until then it counts as a holder.
 """
 
 from __future__ import annotations
@@ -17,19 +18,35 @@ import contextlib
 import os
 import select
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from multiprocessing import context, reduction
+from queue import Empty
 from typing import Any
 
-__all__ = ("Holders", "Witness")
+__all__ = ("Deserted", "Holders", "Witness")
+
+#: While other threads run, which may start processes or come to an end, a wait looks up this often, in seconds.
+_LOOK_UP = 0.25
+#: So many of those that are gone are remembered, for messages.
+_REMEMBERED = 64
+#: Threads of these modules move what others have put; none puts anything by itself.
+_CARRIERS = ("torchcrew.channel.", "torchcrew.crew.", "torchcrew.multiprocessing.queues")
+_CARRIERS_OF_STOCK = frozenset({"QueueFeederThread", "QueueManagerThread"})
+
+
+class Deserted(Exception):
+    """Nobody is left for whom it would make sense to wait: every other holder is gone, and no other thread runs."""
 
 
 class Witness:
     """Tells whether a process that received the mailbox, or one that inherited it from there, still exists."""
 
-    __slots__ = ("__weakref__", "read_end", "write_end")
+    __slots__ = ("__weakref__", "pid", "read_end", "write_end")
 
     def __init__(self) -> None:
+        self.pid = 0
         self.read_end = self.write_end = -1
         self.read_end, self.write_end = os.pipe()
 
@@ -39,11 +56,12 @@ class Witness:
         if fd >= 0:
             os.close(fd)
 
-    def is_gone(self) -> bool:
-        """Whether nobody holds the write end any more."""
-        poller = select.poll()
-        poller.register(self.read_end, 0)  # a hang-up is always reported
-        return bool(poller.poll(0))
+    def learn_pid(self) -> int:
+        """The process's pid, which it has written into the pipe; 0 if it ended before."""
+        if not self.pid:
+            with contextlib.suppress(OSError, ValueError):
+                self.pid = int(os.read(self.read_end, 20))
+        return self.pid
 
     def __del__(self) -> None:
         self.let_go()
@@ -51,39 +69,98 @@ class Witness:
             os.close(self.read_end)
 
 
-class Presence:
-    """The write end of a witness in a process that was given it: open as long as the mailbox it came with."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
 class Holders:
-    """The other processes that hold one mailbox."""
+    """The other processes that hold one mailbox, as far as they got it from this process."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # the collector may come by while it is held
         self._witnesses: list[Witness] = []
         self._starting: list[tuple[Witness, weakref.ref[Any]]] = []
-        self.presence: Presence | None = None
-        self.ever = False
+        self._news: list[int] = []
+        #: Pids of holders that are gone, the first ones first; 0 for one that is not known.
+        self.gone: list[int] = []
+        #: Called in a wait with the pids of holders that have gone away.
+        self.on_gone: Callable[[list[int]], None] = _nothing
+        #: Whether this process itself has something to put into the mailbox.
+        self.has_backlog: Callable[[], object] = _never
         _all.add(self)
 
     def watched(self) -> list[int]:
-        """Descriptors that hang up when a holder goes away; those gone already are forgotten."""
-        self._settle()
-        self._witnesses = [witness for witness in self._witnesses if not witness.is_gone()]
-        return [witness.read_end for witness in self._witnesses]
+        """Descriptors that hang up when a holder goes away; those gone already are taken note of."""
+        with self._lock:
+            self._settle()
+            if self._witnesses:
+                poller = select.poll()
+                for witness in self._witnesses:
+                    poller.register(witness.read_end, 0)  # a hang-up is always reported
+                self._note_gone({fd for fd, _ in poller.poll(0)})
+            return [witness.read_end for witness in self._witnesses]
+
+    def _note_gone(self, hung_up: set[int]) -> None:
+        if hung_up:
+            pids = [witness.learn_pid() for witness in self._witnesses if witness.read_end in hung_up]
+            self._witnesses = [witness for witness in self._witnesses if witness.read_end not in hung_up]
+            self.gone = (self.gone + pids)[-_REMEMBERED:]
+            self._news = (self._news + pids)[-_REMEMBERED:]
 
     def deserted(self) -> bool:
-        """Whether there were other holders, and none is left."""
-        return self.ever and not self.watched() and not self._starting
+        """Whether there were other holders, none is left, and nothing in this process could stand in for them."""
+        return not self.watched() and self._nobody_stands_in()
+
+    def _nobody_stands_in(self) -> bool:
+        return bool(self.gone) and not (self._starting or self.has_backlog() or _other_threads())
+
+    def tell(self) -> None:
+        """Report who has gone away since the last time; to be called while others are left, where it may raise."""
+        news, self._news = self._news, []
+        if news:
+            self.on_gone(news)
+
+    def wait(
+        self, attempt: Callable[[], Any], fd: int, events: int, timeout: float | None, *, patient: bool = False
+    ) -> Any:
+        """Wait until ``attempt`` returns something else than None, which it may when ``fd`` has one of ``events``.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+            patient: wait also where nobody is left.
+
+        Raises:
+            Empty: nothing in time.
+            Deserted: without a timeout only, and after a last attempt.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise Empty
+            busy = threading.active_count() > 1  # asked first: one that ends from now on is still looked up for
+            watched = [] if patient else self.watched()
+            if not patient:
+                alone = not watched and self._nobody_stands_in()
+                if alone or self._news:
+                    done = attempt()  # the last thing that they did may have been a put
+                    if done is not None:
+                        return done
+                if alone and timeout is None:
+                    self._news = []  # who raises an error about it names them all
+                    raise Deserted
+                if not alone:
+                    self.tell()
+                if busy:
+                    left = _LOOK_UP if left is None else min(left, _LOOK_UP)
+            poller = select.poll()
+            poller.register(fd, events)
+            for other in watched:
+                poller.register(other, 0)
+            poller.poll(None if left is None else left * 1000)
+            done = attempt()
+            if done is not None:
+                return done
 
     def send_along(self) -> Any:
         """For a process that is being started: what it must keep, pickled with the mailbox."""
-        with contextlib.suppress(OSError):  # no descriptor left: then it is not watched
+        with contextlib.suppress(OSError), self._lock:  # no descriptor left: then it is not watched
             witness = Witness()
             self._starting.append((witness, weakref.ref(context.get_spawning_popen())))
             return reduction.DupFd(witness.write_end)
@@ -92,32 +169,73 @@ class Holders:
     def received(self, fd: Any) -> None:
         """In that process: keep what was sent along."""
         if fd is not None:
-            self.presence = Presence(fd.detach())
+            _keep(fd.detach())
 
     def _settle(self) -> None:
         """Close our write ends of processes that have been started; until then their starter needs them."""
-        for witness, reference in list(self._starting):
+        for entry in list(self._starting):
+            witness, reference = entry
             popen = reference()
-            if popen is None or getattr(popen, "pid", None) is not None:
-                self._starting.remove((witness, reference))
+            pid = getattr(popen, "pid", None)
+            if popen is None or pid is not None:
+                self._starting.remove(entry)
                 witness.let_go()
-                if popen is not None:
-                    self._add(witness)
+                witness.pid = pid or 0
+                self._witnesses.append(witness)
 
-    def _add(self, witness: Witness) -> None:
-        self.ever = True
-        self._witnesses.append(witness)
+    def before_fork(self) -> None:
+        """Close what the child must not inherit, and forget who is gone, or descriptors would run out one day."""
+        self.watched()
+
+    def add(self, witness: Witness) -> None:
+        """Watch one more."""
+        with self._lock:
+            self._witnesses.append(witness)
+
+    def after_fork_in_child(self) -> None:
+        """Its parent's witnesses are not its own."""
+        self._lock = threading.RLock()
+        self._witnesses, self._starting, self._news, self.gone = [], [], [], []
+
+
+def _nothing(pids: list[int]) -> None:
+    """Nobody wants to know."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _other_threads() -> bool:
+    """Whether another thread of this process might put something."""
+    if threading.active_count() == 1:
+        return False
+    return any(thread is not threading.current_thread() and not _is_carrier(thread) for thread in threading.enumerate())
+
+
+def _is_carrier(thread: threading.Thread) -> bool:
+    module = getattr(getattr(thread, "_target", None), "__module__", "") or ""
+    return module.startswith(_CARRIERS) or (module.startswith("multiprocessing.") and thread.name in _CARRIERS_OF_STOCK)
+
+
+def _keep(write_end: int) -> None:
+    """In the process that a witness is about."""
+    _inherited.append(write_end)
+    with contextlib.suppress(OSError):  # its parent is gone
+        os.write(write_end, str(os.getpid()).encode())
 
 
 _all: weakref.WeakSet[Holders] = weakref.WeakSet()
 _forking = threading.local()
-#: In a forked child: the write ends it inherited, which say that it is still there.
+#: The write ends that say that this process is still there.
 _inherited: list[int] = []
 
 
 def _before_fork() -> None:
     _forking.witness = None
     if _all:
+        for holders in list(_all):
+            holders.before_fork()
         with contextlib.suppress(OSError):
             _forking.witness = Witness()
 
@@ -128,20 +246,17 @@ def _after_fork_in_parent() -> None:
         _forking.witness = None
         witness.let_go()
         for holders in list(_all):
-            holders.watched()  # forgets who is gone, or a program that forks often would run out of descriptors
-            holders._add(witness)
+            holders.add(witness)
 
 
 def _after_fork_in_child() -> None:
     witness = getattr(_forking, "witness", None)
+    for holders in list(_all):
+        holders.after_fork_in_child()
     if witness is not None:
         _forking.witness = None
-        _inherited.append(witness.write_end)
-        witness.write_end = -1
-    for holders in list(_all):
-        holders._starting = []
-        holders._witnesses = []
-        holders.ever = False
+        fd, witness.write_end = witness.write_end, -1
+        _keep(fd)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,6 +1,6 @@
 """One object, one message: a pickle without its data, and the data side by side in one block.
 
-    Encoder(writer).encode(obj)                              decode(header, body, lease)
+    Encoder(writer).encode(obj)                              decode(header, body, lease, fds)
       pickle 5, tensors and buffers out of band                leases the blocks
       merge what overlaps, copy what is not in the block       one view, one storage per tensor
       header = pickle(payload, records, loans)                 unpickles with the tensors as "buffers"
@@ -11,18 +11,17 @@ tensors. So the C pickler does all the walking, memoises shared objects and keep
 
 A message is a snapshot. Tensors that overlap in memory keep overlapping (their common range is sent once); a view sends
 only what it views; expanded tensors are not materialised; a view with gaps is sent without them. Tensors that are
-shared already, and all that are not dense CPU tensors, go through torch's own reductions.
+shared already stay shared: as descriptors beside the message where its transport passes such, else by torch's own
+reductions, as do all that are not dense CPU tensors.
 """
 
 from __future__ import annotations
 
-import copyreg
 import ctypes
 import io
 import pickle
 import warnings
-from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,11 +29,12 @@ import torch
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
+from torchcrew.channel.sharing import STAND_IN, Passed, Reducers
 from torchcrew.channel.spans import EMPTY, INLINE, Place, Range, Record, Span, overlapping, rebuild, simple_ranges
 from torchcrew.channel.writer import BlockWriter
 from torchcrew.memory.arena import Loan
 
-__all__ = ("INLINE_MAX", "PACKET_MAX", "Encoded", "Encoder", "decode")
+__all__ = ("INLINE_MAX", "PACKET_MAX", "Descriptor", "Encoded", "Encoder", "decode")
 
 #: Data of at most this many bytes travels in the packet itself: a block costs more than two small copies.
 INLINE_MAX = 16 << 10
@@ -46,8 +46,6 @@ _INLINE_ALIGNMENT = 16
 #: Upper bounds of what a record without its shape, and a number, take in a pickle.
 _RECORD_BYTES, _NUMBER_BYTES, _LOAN_BYTES = 64, 11, 40
 
-# Writable, or pickle would ask the decoder for a read-only view of the tensor.
-_STAND_IN = pickle.PickleBuffer(bytearray(1))
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _NOTHING: frozenset[int] = frozenset()
 
@@ -66,12 +64,14 @@ def _itself(obj: Any) -> Any:
     return obj
 
 
-class _Reducers(dict[type, Callable[[Any], Any]]):
-    """The types we pickle ourselves, then torch's and the standard library's registrations, whenever they were made."""
+class Descriptor:
+    """A descriptor to pass along with a message; ``owner`` keeps it open."""
 
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        found = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
-        return found or copyreg.dispatch_table[kind]
+    __slots__ = ("fd", "owner")
+
+    def __init__(self, fd: int, owner: Any) -> None:
+        self.fd = fd
+        self.owner = owner
 
 
 class Encoder:
@@ -79,21 +79,25 @@ class Encoder:
 
     Args:
         writer: the blocks of the messages. None: everything travels inline, whatever its size.
+        passes_fds: the transport passes descriptors: shared tensors and connections travel as such.
     """
 
-    def __init__(self, writer: BlockWriter | None = None) -> None:
+    def __init__(self, writer: BlockWriter | None = None, *, passes_fds: bool = False) -> None:
         self._writer = writer
-        self._found: list[torch.Tensor | pickle.PickleBuffer] = []
+        #: The descriptors that belong to the last message.
+        self.passed: list[Descriptor] = []
+        self._found: list[torch.Tensor | pickle.PickleBuffer | Descriptor] = []
         self._file = io.BytesIO()
         self._pickler = pickle.Pickler(self._file, 5, buffer_callback=self._buffer)
-        self._pickler.dispatch_table = _Reducers(
-            {
-                torch.Tensor: self._tensor,
-                torch.nn.Parameter: self._tensor,
-                torch.UntypedStorage: self._storage,
-                np.ndarray: self._array,
-            }
-        )
+        self._others_ways = Reducers(self._pass if passes_fds else None)
+        own = Reducers(self._pass if passes_fds else None)
+        own |= {
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
+            torch.UntypedStorage: self._storage,
+            np.ndarray: self._array,
+        }
+        self._pickler.dispatch_table = own
 
     def encode(self, obj: Any) -> Encoded:
         """Turn ``obj`` into a message; tensors that the writer already holds are not copied, all others once.
@@ -102,12 +106,16 @@ class Encoder:
             Exception: whatever pickling raises; nothing is on loan then.
             ArenaFull: the writer found no room.
         """
+        self.passed = []
+        self.passed = []
         try:
             payload, found = self._walk(obj)
             if not found and (self._writer is None or len(payload) <= PACKET_MAX):
                 if self._writer is not None:
                     self._writer.lend(_NOTHING)
                 return Encoded(b"", payload)
+            if self.passed:
+                return self._encode_with_descriptors(payload, found)
             spans = [Span(item) for item in found]
             body, places = self._copy(spans)
             return self._seal(payload, [span.record(place) for span, place in zip(spans, places, strict=True)], body)
@@ -115,6 +123,15 @@ class Encoder:
             if self._writer is not None:
                 self._writer.lend(_NOTHING)
             raise
+
+    def _encode_with_descriptors(self, payload: bytes, found: list[Any]) -> Encoded:
+        """A descriptor's record is a negative number: that of its place among the descriptors, from -1 down."""
+        spans = [Span(item) for item in found if type(item) is not Descriptor]
+        body, places = self._copy(spans)
+        described = (span.record(place) for span, place in zip(spans, places, strict=True))
+        numbers = iter(range(-1, -1 - len(self.passed), -1))
+        records = [next(numbers) if type(item) is Descriptor else next(described) for item in found]
+        return self._seal(payload, records, body)
 
     def _walk(self, obj: Any) -> tuple[bytes, list[Any]]:
         """One pass of the pickler: the payload, and the tensors and buffers found, in order."""
@@ -126,7 +143,7 @@ class Encoder:
         finally:
             self._reset()
 
-    def _reset(self) -> list[torch.Tensor | pickle.PickleBuffer]:
+    def _reset(self) -> list[Any]:
         """Forget the last object; returns the list that will hold what is found in the next."""
         self._found = []
         self._pickler.clear_memo()
@@ -135,7 +152,7 @@ class Encoder:
         return self._found
 
     def _buffer(self, buffer: pickle.PickleBuffer) -> None:
-        if buffer is not _STAND_IN:
+        if buffer is not STAND_IN:
             self._found.append(buffer)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -151,10 +168,10 @@ class Encoder:
                 return _rebuild_quietly, tensor.__reduce_ex__(5)
             return reductions.reduce_tensor(tensor)
         if not tensor.is_cpu or tensor.untyped_storage().is_shared():
-            return reductions.reduce_tensor(tensor)
+            return self._others_ways[type(tensor)](tensor)
         self._found.append(tensor)
         # A new tuple each time: the pickler remembers tuples, and would take the second tensor for the first.
-        return _itself, (_STAND_IN,)
+        return _itself, (STAND_IN,)
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if not array.dtype.isnative:
@@ -165,12 +182,16 @@ class Encoder:
         # numpy would ask for a read-only view; what arrives is a copy, and stock's copies are writable.
         order: Literal["C", "F"] = "C" if flags.c_contiguous else "F"
         self._found.append(pickle.PickleBuffer(array.reshape(-1, order=order).view(np.uint8)))  # type: ignore[arg-type]
-        return _array_of, (_STAND_IN, array.dtype, array.shape, order)
+        return _array_of, (STAND_IN, array.dtype, array.shape, order)
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.is_shared():
-            return reductions.reduce_storage(storage)
+            return self._others_ways[type(storage)](storage)
         return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage),)
+
+    def _pass(self, fd: int, owner: Any) -> None:
+        self.passed.append(Descriptor(fd, owner))
+        self._found.append(self.passed[-1])
 
     def _copy(self, spans: list[Span]) -> tuple[bytes | bytearray, list[Place]]:
         """Put the data where it travels: inline, or in the writer's blocks; returns the inline data and the places."""
@@ -189,12 +210,12 @@ class Encoder:
             return body, places
         return body, [(EMPTY, 0) if at < 0 else (places[at][0], places[at][1] + offset) for at, offset in within]
 
-    def _seal(self, payload: bytes, records: list[Record], body: bytes | bytearray) -> Encoded:
+    def _seal(self, payload: bytes, records: Sequence[Record | int], body: bytes | bytearray) -> Encoded:
         """Make the header; one that is too large for a packet goes into the block and leaves its address."""
         writer = self._writer
         if writer is None:
             return Encoded(pickle.dumps((payload, records, ()), 5), body)
-        used = {record[0] for record in records if record[0] >= 0}
+        used = {record[0] for record in records if type(record) is tuple and record[0] >= 0}
         if len(payload) + len(body) + _record_bytes(records) + _LOAN_BYTES * len(used) <= PACKET_MAX:
             return Encoded(pickle.dumps((payload, records, writer.lend(used)), 5), body)
         inner = ctypes.create_string_buffer(pickle.dumps((payload, records), 5))
@@ -203,9 +224,9 @@ class Encoder:
         return Encoded(header, body)
 
 
-def _record_bytes(records: list[Record]) -> int:
+def _record_bytes(records: Sequence[Record | int]) -> int:
     """At most what records take in a pickle."""
-    return sum(_RECORD_BYTES + 2 * _NUMBER_BYTES * len(record[5] or ()) for record in records)
+    return sum(_RECORD_BYTES + 2 * _NUMBER_BYTES * len((type(r) is tuple and r[5]) or ()) for r in records)
 
 
 def _inline(ranges: list[Range]) -> tuple[bytes | bytearray, list[Place]]:
@@ -247,13 +268,14 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None) -> Any:
+def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None, fds: Sequence[Passed] = ()) -> Any:
     """Rebuild the object: its tensors and arrays are writable views of the block (or of ``body``).
 
     Args:
         header: `Encoded.header` (a buffer).
         body: `Encoded.body` in a writable buffer that nobody else uses.
         lease: opens a loan: returns the view whose life is the lease.
+        fds: the descriptors that came along.
     """
     if not header:
         return pickle.loads(body)
@@ -265,4 +287,6 @@ def decode(header: Any, body: Any, lease: Callable[[Loan], Any] | None = None) -
     if not records:
         return pickle.loads(payload)
     views.append(body)  # records of inline data say place -1, and the last is what -1 means
+    if fds:
+        return pickle.loads(payload, buffers=[fds[-1 - r] if type(r) is int else rebuild(views, r) for r in records])
     return pickle.loads(payload, buffers=[rebuild(views, record) for record in records])

@@ -14,6 +14,8 @@ __all__ = ("LOOK_FOR", "QuietSocket", "look", "seqpacket_pair")
 #: Seconds to look before sleeping. Putting a process to sleep and waking it costs tens of microseconds, more where the
 #: core is virtual. Each look offers the core to others first, so one may last as long as they take.
 LOOK_FOR = 80e-6
+# As a plain number: the socket module's are enums, whose operators take microseconds.
+_DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 class QuietSocket(socket.socket):
@@ -47,10 +49,11 @@ def look(receive: Callable[..., Any], *args: Any) -> Any:
         receive: a socket's method, and its arguments; the last are flags.
     """
     *args, flags = args  # type: ignore[assignment]
+    flags |= _DONTWAIT
     deadline = time.perf_counter() + LOOK_FOR
     while True:
         try:
-            return receive(*args, flags | socket.MSG_DONTWAIT)
+            return receive(*args, flags)
         except BlockingIOError:
             pass  # and nothing more in here: a Ctrl-C would show this error, too
         if time.perf_counter() > deadline:

@@ -16,7 +16,7 @@ import torch
 from torchcrew.memory import libc
 from torchcrew.memory.arena import ArenaOwner, Block, Loan
 
-__all__ = ("ALIGNMENT", "PLACE_MIN", "BlockWriter")
+__all__ = ("ALIGNMENT", "PLACE_MIN", "BlockWriter", "Part")
 
 #: Every tensor begins at a multiple of this, as torch's own allocator has it (vector loads, cache lines).
 ALIGNMENT = 64
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 PLACE_MIN = 16 << 10
 
 
-class _Open:
+class Part:
     """A block of the message being built, and how much of it is taken."""
 
     __slots__ = ("block", "end")
@@ -45,7 +45,7 @@ class BlockWriter:
     def __init__(self, owner: ArenaOwner, make_room: Callable[[int], None]) -> None:
         self._owner = owner
         self._make_room = make_room
-        self._open: list[_Open] = []
+        self._open: list[Part] = []
         self._lock = threading.Lock()
         self._expected = 0
         self.bytes_sent = 0
@@ -63,7 +63,7 @@ class BlockWriter:
                 if start + nbytes <= last.block.nbytes:
                     last.end = start + nbytes
                     return len(self._open) - 1, start, last.block.view
-            self._open.append(_Open(self._allocate(nbytes)))
+            self._open.append(Part(self._allocate(nbytes)))
             self._open[-1].end = nbytes
             # The view is taken here: another thread may end the message at once; who holds the view keeps the block.
             return len(self._open) - 1, 0, self._open[-1].block.view

@@ -1,8 +1,9 @@
-"""`torchcrew run`: a script or module as python would run it, with our engine under its DataLoaders.
+"""`torchcrew run`: a script or module as python would run it, with ours under its DataLoaders and processes.
 
     torchcrew run train.py ARGS
       │  environment: TORCHCREW_RUN, run_site first on PYTHONPATH   ─► child interpreters: the same hook (run_site)
-      │  import hook: torch imported? → torchcrew.data.install()    ─► forked children: have it already
+      │  import hook: torch imported? → torchcrew.data.install(),   ─► forked children: have it already
+      │                                 torchcrew.multiprocessing.install.install()
       │  exec train.py as __main__, in this process and thread (signals, stdin, pdb and profilers work as ever)
       └► the program's atexit functions, then the report on stderr
 
@@ -48,8 +49,16 @@ def run_command(
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module by its name, as python -m does.")] = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Say at exit where the time went.")] = True,
+    start_method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="How processes are started where the program does not say: fork, spawn, forkserver or zygote.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Run an unmodified script or module with torchcrew's engine under its DataLoaders, in child processes too.
+    """Run an unmodified script or module with torchcrew under its DataLoaders and processes, in child processes too.
 
     Everything after the script's name belongs to the script:  torchcrew run train.py --epochs 2
     """
@@ -57,12 +66,18 @@ def run_command(
         _refuse("say which script or module: torchcrew run SCRIPT [ARGS]..., or torchcrew run -m MODULE [ARGS]...", 2)
     if program == "-":
         _refuse("a program on standard input ('-') cannot be run: its worker processes could not import it again", 2)
-    _prepare(report)
+    _prepare(report, start_method)
     _run(program, arguments or [], module)
 
 
-def _prepare(report: bool) -> None:
+def _prepare(report: bool, start_method: str | None) -> None:
     """Make this process and its future children ready; torch is not imported here."""
+    if start_method is not None:
+        try:
+            run_hook.set_default_start_method(start_method)
+        except ValueError:
+            _refuse(f"--start-method is {start_method!r}, but should be fork, spawn, forkserver or zygote", 2)
+        os.environ[run_hook.METHOD_VARIABLE] = start_method
     os.environ[run_hook.RUN_VARIABLE] = "report" if report else "quiet"
     inherited = os.environ.get("PYTHONPATH", "")
     if _SITE not in inherited.split(os.pathsep):
@@ -130,7 +145,7 @@ def _refuse(message: str, status: int) -> NoReturn:
 
 
 def _engine_failed(error: Exception) -> None:
-    sys.stderr.write(f"torchcrew run: DataLoaders stay on stock's engine: {type(error).__name__}: {error}\n")
+    sys.stderr.write(f"torchcrew run: DataLoaders and processes stay stock's: {type(error).__name__}: {error}\n")
 
 
 def _report_at_exit(pid: int, started: float) -> None:

@@ -1,11 +1,14 @@
-"""An import hook that puts torchcrew's engine under torch's `DataLoader` as soon as a program has imported torch.
+"""An import hook that puts torchcrew under torch's `DataLoader` and `torch.multiprocessing` when torch is imported.
 
     torchcrew run train.py            start()  ─┐
     child interpreter (spawn,                    ├─► finder on sys.meta_path ─► import torch … done ─► data.install()
-    forkserver, subprocess)   sitecustomize ─────┘        (no torch, no cost)
+    forkserver, subprocess)   sitecustomize ─────┘        (no torch, no cost)        multiprocessing.install()
 
 A program that never imports torch never pays for it. `import torch` imports ``torch.utils.data.dataloader`` while
 torch itself is only half made, so the hook waits until both have run to their end before it imports `torchcrew.data`.
+
+The default start method is set before the program runs, in a way that leaves it unset: ``set_start_method`` works as if
+nobody had been here, and a child of `multiprocessing` gets its parent's method, whichever that is.
 
 This file uses the standard library only and is loaded by path in child interpreters (`run_site`), which may belong to
 another environment in which torchcrew is not installed; there it does nothing.
@@ -21,10 +24,13 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ("RUN_VARIABLE", "start")
+__all__ = ("METHOD_VARIABLE", "RUN_VARIABLE", "set_default_start_method", "start")
 
 RUN_VARIABLE = "TORCHCREW_RUN"
 """Set by `torchcrew run` for the processes of its program: ``report`` or ``quiet``."""
+
+METHOD_VARIABLE = "TORCHCREW_START_METHOD"
+"""The default start method in the processes of the program; set for ``torchcrew run --start-method``."""
 
 _WATCHED = frozenset({"torch", "torch.utils.data.dataloader"})
 
@@ -75,6 +81,22 @@ class _AfterTorch:
             self._then()
 
 
+def set_default_start_method(method: str) -> None:
+    """Have processes started by this method in this process until the program sets another.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    from multiprocessing import context
+
+    if method == "zygote":
+        from torchcrew.crew import zygote
+
+        zygote.register(zygote.get_context())
+    default = vars(context)["_default_context"]
+    default._default_context = default.get_context(method)
+
+
 def start(on_failure: Callable[[Exception], None], then: Callable[[], None] | None = None) -> None:
     """Install the engine once torch is there: now, or when the program imports it.
 
@@ -86,7 +108,9 @@ def start(on_failure: Callable[[Exception], None], then: Callable[[], None] | No
     def install() -> None:
         try:
             from torchcrew.data import install
+            from torchcrew.multiprocessing.install import install as install_multiprocessing
 
+            install_multiprocessing()
             install()
         except Exception as error:
             on_failure(error)

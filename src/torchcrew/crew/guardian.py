@@ -30,15 +30,19 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import process
 
 from torchcrew.channel.sockets import QuietSocket, seqpacket_pair
 from torchcrew.crew.guardian_main import IGNORED, MESSAGE, is_dead
 
-__all__ = ("descriptors", "forget", "no_forks", "pid", "watch")
+__all__ = ("descriptors", "forget", "grace", "no_forks", "pid", "watch")
 
 #: How long one message may wait for room, in seconds. A guardian takes milliseconds to start and never blocks, so one
 #: that takes no message for so long was stopped by somebody, and is replaced.
 SEND_TIMEOUT = 2.0
+#: What the children of a process that is a child itself get to notice its death, of which
+#: `multiprocessing.parent_process` tells them, before they are killed, in seconds. Those of the first process get none.
+GRACE = 0.25
 
 
 @dataclass
@@ -152,7 +156,7 @@ _lock = threading.RLock()
 _state: _State | None = None
 
 
-def watch(pid: int) -> int | None:
+def watch(pid: int, *, own_group: bool = True) -> int | None:
     """Have the process ``pid`` and its process group killed when this process ends, however it ends.
 
     The worker shall be the leader of its own process group. It calls `os.setpgid(0, 0)` first of all, and this does the
@@ -161,6 +165,8 @@ def watch(pid: int) -> int | None:
 
     Args:
         pid: a process that this process has not reaped yet, or whose parent (the zygote) has not.
+        own_group: False leaves the worker in the group where it is, such as this process's, whose Ctrl-C it then
+            gets; it alone is killed then, without what it has started.
 
     Returns:
         A pidfd of it, to wait for its end: the guardian's own, which `forget` closes. None when it is already gone.
@@ -168,8 +174,9 @@ def watch(pid: int) -> int | None:
     Raises:
         OSError: no guardian could be started (no memory, no processes left); the worker is not watched then.
     """
-    with contextlib.suppress(OSError):  # not our child, has called exec, or is gone
-        os.setpgid(pid, pid)
+    if own_group:
+        with contextlib.suppress(OSError):  # not our child, has called exec, or is gone
+            os.setpgid(pid, pid)
     with _lock:
         state = _own_state()
         worker = state.find(pid)
@@ -216,6 +223,11 @@ def descriptors() -> tuple[int, ...]:
     with _lock:
         link = _own_state().link
         return (link.control.fileno(), link.pidfd) if link is not None else ()
+
+
+def grace() -> float:
+    """How many seconds after this process's end its workers are killed."""
+    return GRACE if process.parent_process() is not None else 0.0
 
 
 def _own_state() -> _State:
@@ -271,8 +283,8 @@ def _start() -> _Link:
     # Blocked signals stay blocked over exec: there is no moment in which a Ctrl-C could end the new process.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
-        process = subprocess.Popen(
-            [os.path.abspath(sys.executable), "-I", "-S", program, str(theirs.fileno()), str(user)],
+        child = subprocess.Popen(
+            [os.path.abspath(sys.executable), "-I", "-S", program, str(theirs.fileno()), str(user), str(grace())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -280,8 +292,8 @@ def _start() -> _Link:
             pass_fds=(theirs.fileno(), user),
             start_new_session=True,  # done before Popen returns: a signal to our process group does not reach it
         )
-        process.returncode = 0  # we reap it; without this its finalizer complains that it still runs
-        return _Link(process.pid, os.pidfd_open(process.pid), ours)
+        child.returncode = 0  # we reap it; without this its finalizer complains that it still runs
+        return _Link(child.pid, os.pidfd_open(child.pid), ours)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(user)

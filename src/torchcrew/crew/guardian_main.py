@@ -1,8 +1,8 @@
 """The guardian's own program: waits for its user's process to end and kills that process's workers then.
 
-It is executed as a file by an isolated interpreter (`python -I -S guardian_main.py CONTROL USER`) and imports a few
-small modules of the standard library only, so that it is up in milliseconds and costs a few megabytes. `guardian.py`
-has the picture and the other side.
+It is executed as a file by an isolated interpreter (`python -I -S guardian_main.py CONTROL USER GRACE`) and imports a
+few small modules of the standard library only, so that it is up in milliseconds and costs a few megabytes.
+`guardian.py` has the picture and the other side.
 
 A message is one packet: `b"W"` and a pid, with the worker's pidfd attached, or `b"F"` and a pid.
 """
@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 __all__ = ("MESSAGE", "main")
 
@@ -38,8 +39,9 @@ PIDFD_SIGNAL_PROCESS_GROUP = 4
 class Guardian:
     """Watches one user's process and its workers."""
 
-    def __init__(self, control: int, user: int) -> None:
+    def __init__(self, control: int, user: int, grace: float) -> None:
         """Take over the two inherited descriptors: the control socket and the pidfd of the user's process."""
+        self.grace = grace
         self.control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=control)
         self.user = user
         self.workers: dict[int, int] = {}  # pid -> pidfd
@@ -60,6 +62,7 @@ class Guardian:
                 self.control.close()
             if self.user in ready:
                 self.read_messages()  # what it sent in its last moment
+                time.sleep(self.grace)
                 self.signal_all(signal.SIGKILL)
                 return
             self.follow_stop()
@@ -155,7 +158,7 @@ def _open_stat(user: int) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Be the guardian; `argv` holds the two inherited descriptors."""
+    """Be the guardian; `argv` holds the two inherited descriptors, and the seconds that workers get after the end."""
     for signum in IGNORED:
         signal.signal(signum, signal.SIG_IGN)
     try:
@@ -165,7 +168,7 @@ def main(argv: list[str]) -> None:
         pass
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one pidfd for each worker
-    Guardian(int(argv[1]), int(argv[2])).run()
+    Guardian(int(argv[1]), int(argv[2]), float(argv[3])).run()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import connection, popen_fork, process, reduction, spawn
 from multiprocessing import context as _typed_context
 from multiprocessing import util as _typed_util
@@ -39,6 +40,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from torchcrew.crew import guardian
+from torchcrew.crew.functions import without_missing_script
 from torchcrew.crew.situation import Situation
 from torchcrew.crew.zygote_servers import COLD_TIMEOUT, Gone, Zygotes, script_of, to_memory, tracker_fd
 from torchcrew.crew.zygote_wire import EXIT_CODE, StartRequest, inherited_fds
@@ -47,12 +49,12 @@ __all__ = (
     "Popen",
     "ZygoteContext",
     "ZygoteProcess",
-    "context_for_children",
     "descriptors",
     "explain",
     "get_context",
     "pids",
     "preload",
+    "register",
     "stop",
     "warm",
 )
@@ -91,7 +93,7 @@ def warm() -> None:
     """
     if getattr(process.current_process(), "_inheriting", False):
         return
-    situation, preparation = Situation.capture(), spawn.get_preparation_data("")
+    situation, preparation = Situation.capture(), without_missing_script(spawn.get_preparation_data(""))
     with _lock:
         zygotes = _own()
         base = zygotes.ensure_base(situation)
@@ -159,6 +161,11 @@ class Popen(popen_fork.Popen):
     method = "zygote"
     DupFd = _DupFd
     returncode: int | None
+    #: Whether the process gets a process group of its own. One in the user's gets the terminal's Ctrl-C, as a stock
+    #: child does; what it starts itself is then not killed together with it.
+    own_group = True
+    #: Pickles the process object; `functions.dump` is another way.
+    dump: Callable[..., None] = staticmethod(reduction.dump)
 
     def __init__(self, process_obj: process.BaseProcess) -> None:
         """Start a process that runs ``process_obj``."""
@@ -172,13 +179,13 @@ class Popen(popen_fork.Popen):
         return len(self._fds) - 1
 
     def _launch(self, process_obj: process.BaseProcess) -> None:
-        preparation: dict[str, Any] = spawn.get_preparation_data(process_obj.name)
+        preparation = without_missing_script(spawn.get_preparation_data(process_obj.name))
         situation = Situation.capture()
         buffer = io.BytesIO()
         context.set_spawning_popen(self)
         try:
             reduction.dump((situation, preparation), buffer)
-            reduction.dump(process_obj, buffer)
+            self.dump(process_obj, buffer)
         finally:
             context.set_spawning_popen(None)
         with _lock:
@@ -200,7 +207,8 @@ class Popen(popen_fork.Popen):
             go_r, go_w = _pipe(passed, kept)
             status_w, status_r = reversed(_pipe(kept, passed))
             payload, feed = _payload(buffer, passed, kept)
-            request = StartRequest(payload, go_r, status_w, tracker_fd(), _standard_streams(), self._fds)
+            group = 0 if self.own_group else os.getpgrp()
+            request = StartRequest(payload, go_r, status_w, tracker_fd(), _standard_streams(), self._fds, group)
             number = server.request(b"S", *request.pack())
             kind, value, sentinel = server.reply(number, COLD_TIMEOUT)
             passed.close()
@@ -209,7 +217,7 @@ class Popen(popen_fork.Popen):
             if kind != b"S":
                 raise Gone
             kept.callback(os.close, sentinel)
-            guardian.watch(value)
+            guardian.watch(value, own_group=self.own_group)
             kept.pop_all()
         self.pid, self.sentinel, self._status = value, sentinel, status_r
         self.finalizer = util.Finalize(self, util.close_fds, (sentinel, status_r))
@@ -252,22 +260,27 @@ class ZygoteProcess(process.BaseProcess):
         """Nothing, as for a spawned process: what was made up to now is this process's own."""
 
 
+class _Name(str):
+    """The name of the start method, which stock's spawned children are not told: they know stock's methods only."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # With every process its parent's default method is pickled.
+        spawning = context.get_spawning_popen()
+        return str, (str(self) if spawning is None or isinstance(spawning, Popen) else "spawn",)
+
+
 class ZygoteContext(BaseContext):
     """The context of the start method "zygote"."""
 
-    _name = "zygote"
+    _name = _Name("zygote")
     Process = ZygoteProcess
 
 
-class _ChildrensContext(ZygoteContext):
-    """The default context of a process that a zygote started; called as the start method it behaves like."""
-
-    _name = "spawn"
-
-
-def context_for_children() -> ZygoteContext:
-    """Return the default context of a process that a zygote started."""
-    return _ChildrensContext()
+def register(zygote_context: ZygoteContext) -> None:
+    """Have `multiprocessing.get_context("zygote")` return this one."""
+    context._concrete_contexts["zygote"] = zygote_context
 
 
 _context = ZygoteContext()

@@ -1,7 +1,7 @@
 """What a process that a zygote forked does before its process object runs, and how it ends.
 
     zygote ── fork ──► child   be()
-                        │ own process group; close what is the zygote's
+                        │ own process group, or the user's; close what is the zygote's
                         │ wait for the byte on `go`: the user's process has this one guarded
                         │ streams, resource tracker, fresh random generators
                         │ take over the user's situation, import the script   (main zygote's child: done already)
@@ -35,7 +35,7 @@ from torchcrew.crew.situation import Situation, ThreadPools
 from torchcrew.crew.zygote_script import renew_generators
 from torchcrew.crew.zygote_wire import StartRequest
 
-__all__ = ("Heritage", "be", "set_comm", "set_tracker")
+__all__ = ("Heritage", "be", "join_group", "may_go", "set_comm", "set_tracker")
 
 util: Any = _typed_util  # its type hints leave out what `multiprocessing` itself uses of it
 
@@ -56,6 +56,8 @@ class Heritage:
     pools: ThreadPools
     torch_seed: int
     """torch's seed before anybody but torch could set it."""
+    grace: float
+    """How many seconds a child may outlive the user's process."""
     mask: set[int] | None = None
     """A child's signal mask, once the script was imported."""
 
@@ -74,11 +76,10 @@ def be(request: StartRequest, heritage: Heritage, give_up: Callable[[], None]) -
     """
     code = 1
     try:
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)
+        join_group(0, request.group)
         give_up()
         os.close(request.status)
-        if not _may_go(request.go, heritage.user):
+        if not may_go(request.go, heritage.user):
             os._exit(1)
         code = _run(request, heritage)
     except SystemExit as error:
@@ -93,8 +94,19 @@ def be(request: StartRequest, heritage: Heritage, give_up: Callable[[], None]) -
         os._exit(code & 0xFF)
 
 
-def _may_go(go: int, user: int) -> bool:
-    """Wait until the user's process has this one guarded; False when it died or gave up before."""
+def join_group(pid: int, group: int) -> None:
+    """Put a process (0: this one) into a process group; into one of its own for 0, or where it may not be in that one.
+
+    The child and who forked it both do so: whoever is faster.
+    """
+    for wanted in (group, 0):
+        with contextlib.suppress(OSError):  # another session's, or it has no member left
+            os.setpgid(pid, wanted)
+            return
+
+
+def may_go(go: int, user: int) -> bool:
+    """Wait until the user's process has this one guarded; False when it died or gave up before. Closes ``go``."""
     poller = select.poll()
     poller.register(go, select.POLLIN)
     poller.register(user, select.POLLIN)
@@ -160,10 +172,12 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def set_tracker(fd: int) -> None:
-    """Share the resource tracker of the user's process."""
+def set_tracker(fd: int | None) -> None:
+    """Share the resource tracker of the user's process, which lives as long as somebody does; None: no longer."""
     tracker: Any = resource_tracker._resource_tracker
-    tracker._fd = fd
+    inherited, tracker._fd = tracker._fd, fd
+    if inherited is not None:
+        os.close(inherited)
 
 
 def set_comm(name: str) -> None:

@@ -27,7 +27,7 @@ import sys
 import time
 import types
 import weakref
-from multiprocessing import context
+from dataclasses import replace
 from multiprocessing import util as _typed_util
 from typing import Any, NoReturn
 
@@ -68,6 +68,7 @@ class Server:
         while not (retired and not any(status >= 0 for _, status in self.children.values())):
             ready = {fd for fd, _ in poller.poll()}
             if self.heritage.user in ready:
+                time.sleep(self.heritage.grace)
                 self.kill_children()
                 os._exit(0)
             for pidfd in ready & self.children.keys():
@@ -104,8 +105,7 @@ class Server:
                 pid = os.fork()
                 if pid == 0:
                     zygote_child.be(request, self.heritage, self.give_up_descriptors)
-                with contextlib.suppress(OSError):
-                    os.setpgid(pid, pid)
+                zygote_child.join_group(pid, request.group)
                 pidfd = os.pidfd_open(pid)
                 self.children[pidfd] = (pid, request.status)
                 send(self.control, b"S", number, pid, (pidfd,))
@@ -177,8 +177,8 @@ class Server:
         pidfd = os.pidfd_open(os.getpid())
         send(control, b"H", 0, os.getpid(), (pidfd,))
         os.close(pidfd)
-        zygote_child.set_tracker(os.dup(tracker))
-        with open(payload, "rb", closefd=False) as file:
+        zygote_child.set_tracker(tracker)
+        with open(payload, "rb") as file:
             situation, preparation = pickle.load(file)
         output = os.memfd_create("output")
         _to(output, 1, 2)
@@ -189,12 +189,12 @@ class Server:
             control.sendmsg([HEADER.pack(b"X", 0, 0, 0) + reason.encode()], [], socket.MSG_NOSIGNAL)
             os._exit(0)
         os.close(output)
+        zygote_child.set_tracker(None)  # the children bring it along; the user's process may end it before
         null = os.open(os.devnull, os.O_RDWR)
         _to(null, 1, 2)
         os.close(null)
         mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)}
-        seed = self.heritage.torch_seed
-        heritage = Heritage(self.heritage.user, self.heritage.comm, _take_all_descriptors(), ThreadPools(), seed, mask)
+        heritage = replace(self.heritage, nofile=_take_all_descriptors(), pools=ThreadPools(), mask=mask)
         server = Server(control, heritage)
         _freeze()
         send(control, b"R", 0, os.getpid())
@@ -258,7 +258,7 @@ def _skip_torchs_farewell() -> None:
             finalizer.atexit = False
 
 
-def main(control: socket.socket, user: int, preload: tuple[str, ...]) -> NoReturn:
+def main(control: socket.socket, user: int, preload: tuple[str, ...], grace: float) -> NoReturn:
     """Be the zygote."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -271,10 +271,8 @@ def main(control: socket.socket, user: int, preload: tuple[str, ...]) -> NoRetur
     nofile = _take_all_descriptors()
     from torchcrew.crew import zygote
 
-    # In a child the default is a context that calls itself "spawn", whose semantics it has: a stock child of it is told
-    # that name, and knows no other.
-    context._concrete_contexts["zygote"] = zygote.context_for_children()  # type: ignore[attr-defined]
+    zygote.register(zygote.get_context())
     _preload(preload)
     _skip_torchs_farewell()
     _freeze()
-    Server(control, Heritage(user, comm, nofile, ThreadPools(), torch_seed())).serve()
+    Server(control, Heritage(user, comm, nofile, ThreadPools(), torch_seed(), grace)).serve()

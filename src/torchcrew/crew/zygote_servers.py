@@ -46,8 +46,8 @@ _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_TH
 
 _PROGRAM = (
     "import pickle, socket, sys; control = socket.socket(fileno=int(sys.argv[1])); "
-    "path, preload = pickle.loads(control.recv(1 << 20)); sys.path[:] = path; "
-    "from torchcrew.crew.zygote_main import main; main(control, int(sys.argv[2]), preload)"
+    "path, preload, grace = pickle.loads(control.recv(1 << 20)); sys.path[:] = path; "
+    "from torchcrew.crew.zygote_main import main; main(control, int(sys.argv[2]), preload, grace)"
 )
 
 
@@ -332,7 +332,7 @@ def _start_base(preloads: tuple[str, ...]) -> Server:
     flags: list[str] = util._args_from_interpreter_flags()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # stays so over exec: nothing ends it in its first moment
     try:
-        ours.send(pickle.dumps((_absolute_path(), preloads)))
+        ours.send(pickle.dumps((_absolute_path(), preloads, guardian.grace())))
         with guardian.no_forks():
             child = subprocess.Popen(
                 [spawn.get_executable(), *flags, "-c", _PROGRAM, str(theirs.fileno()), str(user)],

@@ -74,18 +74,20 @@ class StartRequest:
     """Standard output (1) and error (2), where the user's process has them open."""
     inherited: list[int]
     """What `duplicate_for_child` was asked for."""
+    group: int = 0
+    """The process group to be in; 0 for one of its own."""
 
     def pack(self) -> tuple[int, tuple[int, ...]]:
         """Value and descriptors of the message."""
         fds = (self.payload, self.go, self.status, self.tracker, *self.streams.values(), *self.inherited)
-        return sum(self.streams), fds
+        return self.group << 2 | sum(self.streams), fds
 
     @classmethod
     def unpack(cls, value: int, fds: list[int]) -> StartRequest:
         """Of the value and descriptors of a message."""
         payload, go, status, tracker, *rest = fds
         streams = {number: rest.pop(0) for number in (1, 2) if value & number}
-        return cls(payload, go, status, tracker, streams, rest)
+        return cls(payload, go, status, tracker, streams, rest, value >> 2)
 
     def close(self) -> None:
         """Close all but the one for the exit code."""

@@ -201,7 +201,9 @@ class Transport:
         if not self._is_gone(number):
             process.kill()
         process.join(_KILLED)  # reaps
-        if not self._is_gone(number):  # the kernel cannot end it now: it is not waited for, and keeps its arena
+        # The exit code is read, so that nobody takes its end for one that was never looked at.
+        if process.exitcode is None and not self._is_gone(number):
+            # The kernel cannot end it now: it is not waited for, and keeps its arena.
             arenas[:] = [arena for arena in arenas if arena is not self._arenas[number]]
 
     def _is_gone(self, number: int) -> bool:

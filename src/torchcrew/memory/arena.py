@@ -54,8 +54,12 @@ def make_memfd(name: str, nbytes: int) -> int:
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -116,7 +120,7 @@ def _attach(fd: Any, size: int) -> Arena:
 class Block:
     """A range of the arena that its owner writes (``view`` is set) or has lent (``view`` is None)."""
 
-    __slots__ = ("_seen", "address", "nbytes", "offset", "slot", "view", "warm")
+    __slots__ = ("_seen", "address", "nbytes", "offset", "sent", "slot", "view", "warm")
 
     def __init__(self, slot: int, offset: int, nbytes: int, warm: bool, view: Any, address: int) -> None:
         self.slot = slot
@@ -125,6 +129,8 @@ class Block:
         self.warm = warm
         self.view = view
         self.address = address
+        #: For the owner's caller: what it notes about the message that the block goes with.
+        self.sent: Any = None
         # The owner is a consumer of its own, with a lease table of one byte: forked children count, too.
         self._seen = bytearray((FREE,))
         if view is not None:
@@ -246,6 +252,23 @@ class ArenaOwner:
         self.arena.table[block.slot] = ON_LOAN
         block.view = None
         return block.slot, block.offset, block.nbytes
+
+    def take_again(self, block: Block) -> bool | None:
+        """Put a block that has come back on loan again, for another message of its size, past all that `allocate` does.
+
+        False if it has not come back; None if it was recycled since, and is no block any more.
+        """
+        if self._loans.get(block.slot) is not block:
+            return None
+        table = self.arena.table
+        if table[block.slot] != FREE or block.seen_here():
+            return False
+        table[block.slot] = ON_LOAN
+        return True
+
+    def on_loan(self) -> list[Block]:
+        """The blocks that consumers have, may have, or have returned since the last `recycle`."""
+        return list(self._loans.values())
 
     def discard(self, block: Block) -> None:
         """Drop a block that is not sent; it is reused when this process itself no longer looks at it."""

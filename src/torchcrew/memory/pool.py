@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 
+from torchcrew.memory import spares
 from torchcrew.memory.arena import Arena
 from torchcrew.memory.lease import sweep
 from torchcrew.memory.limits import default_budget
@@ -57,14 +58,15 @@ def put_back(arenas: list[Arena]) -> None:
 
 
 def idle_bytes() -> int:
-    """Memory that idle arenas take."""
+    """Memory that idle arenas, and shared tensors that are gone, take."""
     with _lock:
-        return sum(arena.resident_bytes() for arena in _idle)
+        return sum(arena.resident_bytes() for arena in _idle) + spares.idle_bytes()
 
 
 def trim() -> None:
-    """Close every idle arena: the memory that no batch uses goes back to the system."""
+    """Close every idle arena: the memory that no batch and no shared tensor uses goes back to the system."""
     sweep()
+    spares.trim()
     with _lock:
         idle = _idle[:]
         _idle.clear()

@@ -45,6 +45,8 @@ def _start_hook() -> None:
     hook = module_from_spec(spec)
     spec.loader.exec_module(hook)
     hook.start(on_failure=lambda error: None, then=_installed)
+    if os.environ.get(hook.METHOD_VARIABLE):
+        hook.set_default_start_method(os.environ[hook.METHOD_VARIABLE])
 
 
 def _run_the_next_sitecustomize() -> None:

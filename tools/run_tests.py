@@ -1,0 +1,74 @@
+"""Run the tests in two processes at a time: most of them wait for processes more than they compute.
+
+    python tools/run_tests.py [PYTEST ARGUMENTS ...]
+
+Each part is a pytest of its own over some of the folders of ``tests``; its output is printed when it has ended, so
+that parts do not mix. Exit code 1 if a part fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+#: Folders that make up a part, chosen so that both take about as long. What is in none of them goes with the last.
+PARTS = (("data", "memory"), ("multiprocessing", "channel"), ())
+#: Parts that run at the same time.
+AT_A_TIME = 2
+#: pytest's exit code where its arguments select nothing.
+NO_TESTS = 5
+#: Seconds after which a part is given up.
+DEADLINE = 1500
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    turns = threading.Semaphore(AT_A_TIME)
+    codes: dict[int, int] = {}
+    printing = threading.Lock()
+
+    def run(number: int, paths: list[str]) -> None:
+        with turns, tempfile.TemporaryFile("w+") as output:
+            began = time.monotonic()
+            command = [sys.executable, "-m", "pytest", *arguments, *paths]
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=DEADLINE
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+            codes[number] = code
+            output.seek(0)
+            with printing:
+                print(f"----- {' '.join(paths)}: exit code {code} after {time.monotonic() - began:.0f} s")
+                print(output.read(), flush=True)
+
+    threads = [threading.Thread(target=run, args=part) for part in enumerate(_paths())]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)  # in this order
+    for thread in threads:
+        thread.join()
+    found = [code for code in codes.values() if code != NO_TESTS]
+    return 1 if any(found) or not found else 0
+
+
+def _paths() -> list[list[str]]:
+    taken = {folder for part in PARTS for folder in part}
+    rest = sorted(
+        path.name
+        for path in TESTS.iterdir()
+        if path.name not in taken and (path.is_dir() or path.name.startswith("test_")) and path.name[0] not in "._"
+    )
+    named = [list(part) for part in PARTS[:-1]] + [rest]
+    return [[str((TESTS / name).relative_to(ROOT)) for name in part if (TESTS / name).exists()] for part in named]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
