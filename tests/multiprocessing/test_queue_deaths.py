@@ -218,6 +218,7 @@ def test_what_is_there_comes_before_the_warning() -> None:
     alive = start(cases.live_until_told, theirs, queue)
     died = start(cases.put_and_die, queue, "last words")
     died.join()
+    assert died.exitcode == -signal.SIGKILL
     assert queue.get(timeout=5) == "last words"
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

@@ -27,7 +27,6 @@ import select
 import sys
 import threading
 import time
-import warnings
 import weakref
 from multiprocessing import context, util
 from multiprocessing import queues as _typed
@@ -35,14 +34,13 @@ from multiprocessing.synchronize import SEM_VALUE_MAX  # type: ignore[attr-defin
 from queue import Empty, Full
 from typing import Any
 
-from torchcrew.channel import peers
 from torchcrew.channel.envelope import FULL_ERRORS, Envelope, open_packet, receive_packet
 from torchcrew.channel.holders import Deserted, Holders
 from torchcrew.channel.mailbox import Mailbox, Result
 from torchcrew.channel.sharing import decode_shared, encode_shared
-from torchcrew.errors import PeerDied, TooManyDescriptors
-from torchcrew.multiprocessing import children
+from torchcrew.errors import TooManyDescriptors
 from torchcrew.multiprocessing.connection import PacketConnection, Pipe
+from torchcrew.multiprocessing.deaths import nothing_came, peer_died, warn_of_failures
 from torchcrew.multiprocessing.tally import TaskTally
 
 __all__ = ("JoinableQueue", "Queue", "SimpleQueue")
@@ -100,7 +98,7 @@ class Queue(_stock.Queue):  # type: ignore[misc]
         self._reader: Any = PacketConnection(mailbox.reader, writable=False)
         self._writer: Any = _WriteEnd(mailbox)
         self._poll = self._reader.poll
-        mailbox.holders.on_gone = _warn_of_failures
+        mailbox.holders.on_gone = warn_of_failures
         self._reset()
         _queues.add(self)
 
@@ -171,7 +169,7 @@ class Queue(_stock.Queue):  # type: ignore[misc]
         try:
             self._mailbox.wait_to_put(attempt, timeout, patient=False)
         except Deserted:
-            raise _peer_died(self._mailbox.holders, "is full, and nobody is left to take something out") from None
+            raise peer_died(self._mailbox.holders, "is full, and nobody is left to take something out") from None
 
     # Taking -----------------------------------------------------------------------------------------------------------
 
@@ -183,7 +181,7 @@ class Queue(_stock.Queue):  # type: ignore[misc]
         try:
             packet = self._mailbox.get(timeout if block else 0.0)
         except (Deserted, Empty) as error:
-            raise _nothing_came(self._mailbox.holders, error, block) from None
+            raise nothing_came(self._mailbox.holders, error, block) from None
         return decode_shared(packet.payload, packet.fds)
 
     def qsize(self) -> int:
@@ -286,7 +284,7 @@ class JoinableQueue(Queue, _stock.JoinableQueue):  # type: ignore[misc]
         try:
             self._tally.wait()
         except Deserted:
-            raise _peer_died(self._mailbox.holders, "has tasks that nobody is left to do") from None
+            raise peer_died(self._mailbox.holders, "has tasks that nobody is left to do") from None
 
 
 class SimpleQueue(_stock.SimpleQueue):  # type: ignore[misc]
@@ -299,7 +297,7 @@ class SimpleQueue(_stock.SimpleQueue):  # type: ignore[misc]
         self._reader, self._writer, self._holders = reader, writer, holders
         self._poll = reader.poll
         self._rlock, self._wlock = _DrainLock(reader), _NoLock()
-        holders.on_gone = _warn_of_failures
+        holders.on_gone = warn_of_failures
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
@@ -318,7 +316,7 @@ class SimpleQueue(_stock.SimpleQueue):  # type: ignore[misc]
             try:
                 self._holders.wait(lambda: self._offer(sealed) or None, self._writer.fileno(), select.POLLOUT, None)
             except Deserted:
-                raise _peer_died(self._holders, "is full, and nobody is left to take something out") from None
+                raise peer_died(self._holders, "is full, and nobody is left to take something out") from None
 
     def _offer(self, sealed: Envelope) -> bool:
         try:
@@ -340,7 +338,7 @@ class SimpleQueue(_stock.SimpleQueue):  # type: ignore[misc]
             try:
                 received = self._holders.wait(lambda: receive_packet(sock), sock.fileno(), select.POLLIN, None)
             except Deserted as error:
-                raise _nothing_came(self._holders, error, True) from None
+                raise nothing_came(self._holders, error, True) from None
         packet = open_packet(received)
         return decode_shared(packet.payload, packet.fds)
 
@@ -387,52 +385,6 @@ class _DrainLock(_NoLock):
         packet = open_packet(received)
         return decode_shared(packet.payload, packet.fds)
 
-
-# Deaths ---------------------------------------------------------------------------------------------------------------
-
-
-def _nothing_came(holders: Holders, error: Exception, block: bool) -> Exception:
-    """What a `get` raises that had nothing to return."""
-    if isinstance(error, Deserted) or (block and holders.deserted()):
-        return _peer_died(holders, "is empty, and nobody is left to put something in")
-    return Empty()
-
-
-def _peer_died(holders: Holders, what: str) -> PeerDied:
-    ended = [peers.how_it_ended(pid) for pid in dict.fromkeys(holders.gone)]
-    for one in ended:
-        child = children.recent(one.pid)
-        if child is not None:
-            child.dismiss()
-    who = ", ".join(map(str, ended))
-    return PeerDied(f"the queue {what}: of the other processes that held it, none lives any more: {who}")
-
-
-def _warn_of_failures(pids: list[int]) -> None:
-    for pid in dict.fromkeys(pids):
-        ended = peers.how_it_ended(pid)
-        if ended.failed:
-            warnings.warn(
-                f"{ended} is gone; this process goes on waiting at a queue that it held, for those that are left",
-                RuntimeWarning,
-                stacklevel=_users_level(),
-            )
-
-
-def _users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning shows the first line that is not ours."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torchcrew."):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _recent(pid: int) -> peers.Ended | None:
-    child = children.recent(pid)
-    return None if child is None else peers.Ended(child.name, pid, child.code)
-
-
-peers.remember_with(_recent)
 
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
