@@ -158,7 +158,7 @@ def test_a_dead_producer_does_not_keep_the_lock() -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            with box.locked():
+            with box.putting, box.record:
                 box._last.value += 1  # a number that is never sent
                 os.write(write, b"x")
                 time.sleep(30)
@@ -184,7 +184,7 @@ def test_a_dead_producer_does_not_keep_the_lock() -> None:
 def test_a_fork_in_the_middle_of_a_put() -> None:
     """A child can put although another thread of its parent was about to, at the moment of the fork."""
     box = Mailbox()
-    with box.locked():
+    with box.putting, box.record:
         pid = os.fork()
         if pid == 0:
             box.put(b"child")

@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import context, reduction
 from queue import Full
 from typing import Any, Protocol
@@ -69,6 +69,7 @@ _BUFFER_BYTES = 1 << 20
 _FIRST_NAP, _LONGEST_NAP = 50e-6, 5e-3
 #: A put that finds the record lock taken looks again after this, in seconds: it is held for microseconds.
 _LOCK_NAP = 20e-6
+_LOCK, _UNLOCK = int(fcntl.LOCK_EX | fcntl.LOCK_NB), int(fcntl.LOCK_UN)
 
 
 class Result(enum.Enum):
@@ -92,6 +93,38 @@ class Tally(Protocol):
 
     def undo(self) -> None:
         """It was not."""
+
+
+class RecordLock:
+    """A record lock on a file's first byte: one process holds it, until it lets go or dies.
+
+    A class, because entering and leaving a generator's context costs as much as the locking.
+    """
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> None:
+        nap = _LOCK_NAP
+        try:  # around the locking, too: a Ctrl-C may come as soon as that is done
+            while not self._try():
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self._fd, _LOCK, 1)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._fd, _UNLOCK, 1)
 
 
 class Mailbox:
@@ -118,7 +151,9 @@ class Mailbox:
         self.page = (ctypes.c_char * _CONTROL_BYTES).from_address(address)
         weakref.finalize(self.page, libc.unmap, address, _CONTROL_BYTES).atexit = False
         self._last = ctypes.c_uint64.from_buffer(self.page)
-        self._putting = threading.Lock()
+        #: To be held together, in this order, by who is the only producer of all threads and processes.
+        self.putting = threading.Lock()
+        self.record = RecordLock(control)
         self._finalizer = weakref.finalize(self, os.close, control)
         self._finalizer.atexit = False
         _mailboxes.add(self)
@@ -191,7 +226,7 @@ class Mailbox:
         Raises:
             BrokenPipeError: the mailbox was closed for all.
         """
-        with self.locked():
+        with self.putting, self.record:
             last = int(self._last.value)
             if maxsize > 0 and self._waiting(last) >= maxsize:
                 return Result.FULL
@@ -211,26 +246,6 @@ class Mailbox:
             if tally is not None:
                 tally.done()
             return Result.SENT
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Be the only producer of all processes, for microseconds. A process that is killed does not keep the lock."""
-        nap = _LOCK_NAP
-        with self._putting:
-            try:  # around the locking, too: a Ctrl-C may come as soon as that is done
-                while not self._try_lock():
-                    time.sleep(nap)
-                    nap = min(2 * nap, _LONGEST_NAP)
-                yield
-            finally:
-                fcntl.lockf(self.control, fcntl.LOCK_UN, 1)
-
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.lockf(self.control, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        except BlockingIOError:
-            return False
-        return True
 
     # Taking -----------------------------------------------------------------------------------------------------------
 
@@ -311,7 +326,7 @@ def _attach(reader: QuietSocket, writer: QuietSocket, control: Any, maxsize: int
 
 def _renew_locks() -> None:
     for mailbox in list(_mailboxes):
-        mailbox._putting = threading.Lock()  # another thread of the parent may have held it
+        mailbox.putting = threading.Lock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_renew_locks)

@@ -55,7 +55,7 @@ class TaskTally:
 
     def add(self) -> None:
         """Count a task that will be sent later."""
-        with self._mailbox.locked():
+        with self._mailbox.putting, self._mailbox.record:
             self._settle()
             self._left.value += 1
 
@@ -65,7 +65,7 @@ class TaskTally:
         Raises:
             ValueError: all were done.
         """
-        with self._mailbox.locked():
+        with self._mailbox.putting, self._mailbox.record:
             self._settle()
             if self._left.value:
                 self._left.value -= 1
