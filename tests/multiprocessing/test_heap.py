@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import random
 import resource
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from multiprocessing import heap as stock_heap
 from pathlib import Path
 from typing import Any
@@ -26,28 +24,9 @@ from tests.multiprocessing.sharedctypes_cases import (
     outcome,
     shared_descriptors,
 )
-from torchcrew.crew import zygote
 from torchcrew.memory import libc
 from torchcrew.multiprocessing.heap import BufferWrapper
 from torchcrew.multiprocessing.sharedctypes import Array, RawArray, Value
-
-
-@pytest.fixture(scope="module")
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
-
-
-@pytest.fixture(params=["fork", "zygote"])
-def ctx(request: pytest.FixtureRequest, _zygote_ends: None) -> Any:
-    """Contexts whose children get the memory by inheritance and by descriptor."""
-    return zygote.get_context() if request.param == "zygote" else multiprocessing.get_context(request.param)
-
-
-@pytest.fixture
-def fork() -> Any:
-    """The context "fork"."""
-    return multiprocessing.get_context("fork")
 
 
 def test_many_values_need_few_descriptors():

@@ -23,28 +23,9 @@ from tests.multiprocessing.sharedctypes_cases import (
     outcome,
     run,
 )
-from torchcrew.crew import zygote
 from torchcrew.multiprocessing import robust_lock
 from torchcrew.multiprocessing.robust_lock import RLock
 from torchcrew.multiprocessing.sharedctypes import RawValue, Value
-
-
-@pytest.fixture(scope="module")
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
-
-
-@pytest.fixture(params=["fork", "zygote"])
-def ctx(request: pytest.FixtureRequest, _zygote_ends: None) -> Any:
-    """Contexts whose children get the memory by inheritance and by descriptor."""
-    return zygote.get_context() if request.param == "zygote" else multiprocessing.get_context(request.param)
-
-
-@pytest.fixture
-def fork() -> Any:
-    """The context "fork"."""
-    return multiprocessing.get_context("fork")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import sharedctypes as stock
 from multiprocessing import synchronize
 from typing import Any
@@ -38,24 +38,6 @@ class Colour(ctypes.Structure):
     """A structure with a field that has the name of a method."""
 
     _fields_ = (("update", ctypes.c_int),)
-
-
-@pytest.fixture(scope="module")
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
-
-
-@pytest.fixture(params=["fork", "zygote"])
-def ctx(request: pytest.FixtureRequest, _zygote_ends: None) -> Any:
-    """Contexts whose children get the memory by inheritance and by descriptor."""
-    return zygote.get_context() if request.param == "zygote" else multiprocessing.get_context(request.param)
-
-
-@pytest.fixture
-def fork() -> Any:
-    """The context "fork"."""
-    return multiprocessing.get_context("fork")
 
 
 # ---- as stock ----

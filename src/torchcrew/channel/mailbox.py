@@ -53,6 +53,7 @@ __all__ = (
     "Deserted",
     "Mailbox",
     "Packet",
+    "RecordLock",
     "Result",
     "Tally",
     "envelope",

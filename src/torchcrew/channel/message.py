@@ -34,7 +34,7 @@ from torchcrew.channel.spans import EMPTY, INLINE, Place, Range, Record, Span, o
 from torchcrew.channel.writer import BlockWriter
 from torchcrew.memory.arena import Loan
 
-__all__ = ("INLINE_MAX", "PACKET_MAX", "Descriptor", "Encoded", "Encoder", "decode")
+__all__ = ("INLINE_MAX", "PACKET_MAX", "Descriptor", "Encoded", "Encoder", "decode", "reduce_sparse")
 
 #: Data of at most this many bytes travels in the packet itself: a block costs more than two small copies.
 INLINE_MAX = 16 << 10
@@ -163,7 +163,7 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             # The parts of the first two are dense tensors and storages, which come back here.
             if tensor.is_cpu and (tensor.is_sparse or tensor.layout in _COMPRESSED):
-                return _reduce_sparse(tensor)
+                return reduce_sparse(tensor)
             if tensor.is_cpu and tensor.is_quantized:
                 return _rebuild_quietly, tensor.__reduce_ex__(5)
             return reductions.reduce_tensor(tensor)
@@ -239,7 +239,7 @@ def _inline(ranges: list[Range]) -> tuple[bytes | bytearray, list[Place]]:
     return body, places
 
 
-def _reduce_sparse(tensor: torch.Tensor) -> Any:
+def reduce_sparse(tensor: torch.Tensor) -> Any:
     """As stock does it, and not by `__reduce_ex__`: the tensors which that rebuilds, torch keeps in a list for ever."""
     if tensor.layout is torch.sparse_coo:
         parts = (_itself, (tensor._indices(),), _itself, (tensor._values(),))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing import process
 from typing import Any, NamedTuple
 
-__all__ = ("Ended", "describe", "how_it_ended", "remember_with")
+__all__ = ("Ended", "describe", "how_it_ended", "remember_with", "signal_name")
 
 #: A process lets go of its descriptors a moment before its exit code is to be had: so many seconds at most.
 _MOMENT = 0.5
@@ -40,11 +40,15 @@ class Ended(NamedTuple):
             return who + ")"
         if self.code >= 0:
             return f"{who}, exit code {self.code})"
-        try:
-            name = signal.Signals(-self.code).name
-        except ValueError:
-            name = f"signal {-self.code}"
-        return f"{who}, killed by {name})"
+        return f"{who}, killed by {signal_name(-self.code)})"
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def remember_with(memory: Callable[[int], Ended | None]) -> None:

@@ -30,7 +30,7 @@ from torchcrew.channel.shared_buffer import Allowance
 from torchcrew.channel.shared_leaves import Leaves, is_plain_array, is_plain_tensor, is_shared_array, share_leaves
 from torchcrew.channel.shared_records import Records, RecordsWriter
 from torchcrew.channel.shared_sequences import DictPlace, SharedDict, SharedList, dict_at, list_at, write_dict
-from torchcrew.channel.sharing import raise_descriptor_limit
+from torchcrew.channel.sharing import STAND_IN, raise_descriptor_limit
 from torchcrew.memory.limits import parse_bytes
 
 __all__ = ("SHARE_MIN_ITEMS", "share")
@@ -54,8 +54,6 @@ _KEPT = (
     torch.UntypedStorage,
     torch.TypedStorage,
 )
-# Writable, or pickle would ask the decoder for a read-only view (see `channel.message`).
-_STAND_IN = pickle.PickleBuffer(bytearray(1))
 
 
 def share(obj: Any, *, memory_budget: int | float | str | None = None) -> Any:
@@ -209,7 +207,7 @@ class _Pickler(pickle.Pickler):
             reduced = obj.__reduce_ex__(5)
         except Exception:  # a lock, a file, a queue: whoever sends it to a process is told by it why it cannot be sent
             self._walk.unpicklable.append(obj)
-            reduced = getitem, (_STAND_IN, len(self._walk.unpicklable) - 1)
+            reduced = getitem, (STAND_IN, len(self._walk.unpicklable) - 1)
         return _with_own_containers(reduced, self._walk.leave_in) if isinstance(reduced, tuple) else reduced
 
 
@@ -242,7 +240,7 @@ def _new_ex(cls: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> An
 
 
 def _in_band(buffer: pickle.PickleBuffer) -> bool:
-    return buffer is not _STAND_IN
+    return buffer is not STAND_IN
 
 
 class _Unpickler(pickle.Unpickler):

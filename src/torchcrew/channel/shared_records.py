@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcrew.channel.message import _reduce_sparse
+from torchcrew.channel.message import reduce_sparse
 from torchcrew.channel.shared_buffer import Allowance, BufferWriter, SharedBuffer
 from torchcrew.channel.shared_leaves import ItemLeaves, Leaves, is_plain_array, is_plain_tensor, reduce_for_item
+from torchcrew.channel.sharing import STAND_IN
 
 __all__ = ("Records", "RecordsWriter")
 
@@ -40,8 +41,6 @@ _EMPTY_DICT = ord("}")
 
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, complex, torch.Tensor})
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-# Writable, or pickle would ask the decoder for a read-only view (see `channel.message`).
-_STAND_IN = pickle.PickleBuffer(bytearray(1))
 
 
 class Records:
@@ -255,16 +254,16 @@ class _LeafPickler:
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if is_plain_tensor(tensor):
-            return reduce_for_item(self._leaves, tensor, _STAND_IN)
+            return reduce_for_item(self._leaves, tensor, STAND_IN)
         if tensor.is_cpu and tensor.layout in _SPARSE:
-            return _reduce_sparse(tensor)  # its parts come back here
+            return reduce_sparse(tensor)  # its parts come back here
         return tensor.__reduce_ex__(5)
 
     def _array(self, array: Any) -> Any:
         if is_plain_array(array):
-            return reduce_for_item(self._leaves, array, _STAND_IN)
+            return reduce_for_item(self._leaves, array, STAND_IN)
         return array.__reduce_ex__(5)
 
 
 def _in_band(buffer: pickle.PickleBuffer) -> bool:
-    return buffer is not _STAND_IN
+    return buffer is not STAND_IN

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import collections
 import os
-import signal
 import sys
 from multiprocessing import process, util
 from typing import Any
+
+from torchcrew.channel.peers import Ended
 
 __all__ = ("Child", "notice", "recent", "seen", "started")
 
@@ -45,14 +46,7 @@ class Child:
         _children.pop(id(self), None)
 
     def __str__(self) -> str:
-        assert self.code is not None
-        if self.code >= 0:
-            return f"{self.name} (pid {self.pid}, exit code {self.code})"
-        try:
-            name = signal.Signals(-self.code).name
-        except ValueError:
-            name = f"signal {-self.code}"
-        return f"{self.name} (pid {self.pid}, killed by {name})"
+        return str(Ended(self.name, self.pid, self.code))
 
 
 #: By identity, in the order of their starts.

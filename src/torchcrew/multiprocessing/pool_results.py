@@ -8,6 +8,7 @@ import threading
 from multiprocessing import pool as _typed
 from typing import Any
 
+from torchcrew.channel.peers import signal_name
 from torchcrew.errors import PoolBroken, WorkerDied
 
 __all__ = ("abandon", "deliver", "describe_exit", "reraise", "users_function", "worker_died")
@@ -66,10 +67,7 @@ def describe_exit(code: int | None) -> str:
         return "ended, nobody knows how,"
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"was killed by {signal_name(-code)}"
 
 
 def abandon(result: Any) -> None:
