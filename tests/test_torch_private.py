@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import re
 
 import pytest
 import torch
@@ -81,6 +83,19 @@ def test_rendezvous_handlers() -> None:
     assert rendezvous.__globals__["_rendezvous_handlers"] is handlers
     assert inspect.isgeneratorfunction(handlers["env"])
     assert next(iter(inspect.signature(handlers["env"]).parameters)) == "url"
+
+
+def test_keep_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init_process_group` and `new_group` make groups by a module's global, which returns the group first."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    for function in (c10d.init_process_group, c10d._new_group_with_tag):
+        source = inspect.getsource(function)
+        assert re.search(r"pg, \w+ = _new_process_group_helper\(", source)
+    monkeypatch.setattr(c10d, "_new_process_group_helper", lambda number, more: (number, more))
+    kept: list[int] = []
+    torch_private.keep_process_groups(kept.append)
+    assert c10d._new_process_group_helper(3, more=4) == (3, 4)
+    assert kept == [3]
 
 
 def test_what_training_imports() -> None:

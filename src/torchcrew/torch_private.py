@@ -6,6 +6,7 @@ its name and not somewhere in a training run.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import types
@@ -25,6 +26,7 @@ __all__ = (
     "StockIterator",
     "allocate_batches_with",
     "dataloader_module",
+    "keep_process_groups",
     "profiler_enabled",
     "python_is_exiting",
     "rendezvous_handlers",
@@ -121,3 +123,22 @@ def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Callable[..., Any]] = module._rendezvous_handlers
     return handlers
+
+
+def keep_process_groups(kept: Callable[[Any], object]) -> None:
+    """Have ``kept`` called with every process group that this process makes from now on.
+
+    Both `init_process_group` and `new_group` make theirs by the module's global ``_new_process_group_helper``.
+    """
+    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = getattr(module, "_new_process_group_helper", None)
+    if stock is None:
+        return
+
+    @functools.wraps(stock)
+    def _new_process_group_helper(*args: Any, **options: Any) -> Any:
+        made = stock(*args, **options)
+        kept(made[0])
+        return made
+
+    module._new_process_group_helper = _new_process_group_helper

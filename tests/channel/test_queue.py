@@ -492,6 +492,12 @@ def test_an_empty_queue() -> None:
     assert queue.empty()
 
 
+def test_maxsize_is_a_number() -> None:
+    """What is none is refused where it is given, as by the standard library's queues."""
+    with pytest.raises(TypeError, match="integer"):
+        torchcrew.Queue("3")  # type: ignore[arg-type]
+
+
 def test_a_full_queue() -> None:
     """`maxsize` counts what waits."""
     queue = torchcrew.Queue(2)

@@ -105,6 +105,12 @@ def test_closures_lambdas_and_local_classes_go_by_value() -> None:
     assert kept() is Holder
 
 
+def test_code_that_goes_by_value_knows_its_file() -> None:
+    """So that a traceback in the other process shows the line."""
+    outer = pickle.loads(functions.dumps(lambda: lambda: 1))
+    assert outer.__code__.co_filename == outer().__code__.co_filename == __file__
+
+
 def test_a_function_that_its_module_no_longer_has() -> None:
     """The name leads to something else, so by value."""
     decorated = functools.wraps(named)(lambda x: x * 100)

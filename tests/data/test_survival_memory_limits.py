@@ -66,9 +66,10 @@ def test_an_abort_with_unlimited_cores_is_quick_and_writes_no_arena(tmp_path: Pa
         pytest.skip("the hard limit forbids cores")
     env = {**environment(), "PYTHONFAULTHANDLER": ""}  # prints a stack first
     seconds = []
-    while min(seconds, default=1.0) >= 0.5 and len(seconds) < 3:  # a busy machine makes one of them slow, not three
+    # With the arena in it, a core takes five seconds. A busy machine makes one of them slow, not three.
+    while min(seconds, default=9.0) >= 2.0 and len(seconds) < 3:
         seconds.append(float(run_program(PROGRAMS / "abort.py", timeout=12, env=env, cwd=tmp_path).check().stdout))
-    assert min(seconds) < 0.5
+    assert min(seconds) < 2.0
     sizes = [path.stat().st_blocks * 512 for path in tmp_path.glob("core*")]  # none where a pipe takes them
     assert sum(sizes) < 300 * MB
 

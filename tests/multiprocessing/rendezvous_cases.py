@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def train(rank: int, world_size: int, data: torch.Tensor, target: torch.Tensor, 
         optimizer.step()
     queue.put((rank, model.module.weight.detach().tolist(), listening()))
     dist.destroy_process_group()
+
+
+def the_model_is_the_last(rank: int, world_size: int) -> None:
+    """The model is let go of after the group was destroyed, and right after an operation."""
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    group = weakref.ref(dist.group.WORLD)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    model(torch.ones(2, 4)).sum().backward()
+    weights = [torch.empty(1, 4) for _ in range(world_size)]
+    dist.all_gather(weights, model.module.weight.detach())
+    dist.destroy_process_group()
+    del model
+    assert group() is not None
 
 
 def collectives(rank: int, world_size: int) -> None:

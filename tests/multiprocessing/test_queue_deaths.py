@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,23 @@ def test_get_says_how_they_ended_also_if_they_were_joined(how: int) -> None:
     text = f"exit code {how}" if how >= 0 else "killed by SIGTERM"
     with pytest.raises(PeerDied, match=rf"mason \(pid {pid}, {text}\)"):
         queue.get()
+
+
+def test_a_thread_that_only_serves_others_is_not_waited_for() -> None:
+    """As stock's server of descriptors, which runs to the end of the process once something has used it."""
+    queue = FORK.Queue()
+    start(cases.end, 3, queue, name="mason").join()
+    read, write = os.pipe()
+    shared = resource_sharer.DupFd(read)
+    assert threading.active_count() > 1
+    try:
+        with pytest.raises(PeerDied, match="mason"):
+            queue.get()
+    finally:
+        os.close(shared.detach())
+        resource_sharer.stop(timeout=10)
+        os.close(read)
+        os.close(write)
 
 
 def test_an_error_is_as_good_as_a_look() -> None:

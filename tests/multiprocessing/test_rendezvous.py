@@ -190,6 +190,12 @@ def test_a_rank_that_fails_in_a_collective(how: str, tidy: bool) -> None:
     assert caught.value.error_index == 2
 
 
+def test_a_model_that_outlives_its_group() -> None:
+    """It does not take the group with it: gloo's destructor would wait for a thread that waits for the interpreter."""
+    for _ in range(3):
+        mp.spawn(cases.the_model_is_the_last, (4,), nprocs=4)
+
+
 def test_ranks_without_a_group_pay_nothing() -> None:
     """No variable, no modules."""
     assert answers(cases.modules, None)[0][0] is None

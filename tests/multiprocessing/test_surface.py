@@ -100,7 +100,7 @@ def test_private_names_that_others_use() -> None:
         assert getattr(mp, name) is getattr(torch.multiprocessing, name)
     assert mp.ENV_VAR_PARALLEL_START == torch.multiprocessing.ENV_VAR_PARALLEL_START
     assert issubclass(mp.SpawnContext, torch.multiprocessing.ProcessContext)
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match=r"torchcrew\.multiprocessing' has no attribute 'no_such_name'"):
         _ = mp.no_such_name  # type: ignore[attr-defined]
     assert not hasattr(mp, "__no_such_name__")
 

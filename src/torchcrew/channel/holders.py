@@ -31,9 +31,21 @@ __all__ = ("Deserted", "Holders", "Witness")
 _LOOK_UP = 0.25
 #: So many of those that are gone are remembered, for messages.
 _REMEMBERED = 64
-#: Threads of these modules move what others have put; none puts anything by itself.
-_CARRIERS = ("torchcrew.channel.", "torchcrew.crew.", "torchcrew.multiprocessing.queues")
-_CARRIERS_OF_STOCK = frozenset({"QueueFeederThread", "QueueManagerThread"})
+#: Threads of these modules put nothing by themselves: they move what others have put, or look after something else.
+#: Some of them are in every process of their kind (a notebook's, one with a progress bar) from its start to its end.
+_SERVANTS = (
+    "torchcrew.channel.",
+    "torchcrew.crew.",
+    "torchcrew.multiprocessing.queues",
+    "multiprocessing.resource_sharer",
+    "torch.utils.data.",
+    "tqdm.",
+    "IPython.",
+    "ipykernel.",
+    "debugpy.",
+    "_pydevd_bundle.",
+)
+_SERVANTS_BY_NAME = frozenset({"QueueFeederThread", "QueueManagerThread"})
 
 
 class Deserted(Exception):
@@ -210,12 +222,13 @@ def _other_threads() -> bool:
     """Whether another thread of this process might put something."""
     if threading.active_count() == 1:
         return False
-    return any(thread is not threading.current_thread() and not _is_carrier(thread) for thread in threading.enumerate())
+    return any(thread is not threading.current_thread() and not _is_servant(thread) for thread in threading.enumerate())
 
 
-def _is_carrier(thread: threading.Thread) -> bool:
-    module = getattr(getattr(thread, "_target", None), "__module__", "") or ""
-    return module.startswith(_CARRIERS) or (module.startswith("multiprocessing.") and thread.name in _CARRIERS_OF_STOCK)
+def _is_servant(thread: threading.Thread) -> bool:
+    runs = getattr(thread, "_target", None) or type(thread)
+    module = getattr(runs, "__module__", "") or ""
+    return module.startswith(_SERVANTS) or (module.startswith("multiprocessing.") and thread.name in _SERVANTS_BY_NAME)
 
 
 def _keep(write_end: int) -> None:

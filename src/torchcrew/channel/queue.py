@@ -22,6 +22,7 @@ Death      of anybody at any instant: the others go on. A message that a killed 
 from __future__ import annotations
 
 import functools
+import operator
 import select
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -62,7 +63,7 @@ class Queue:
 
     def __init__(self, maxsize: int = 0, *, memory_budget: int | str | None = None) -> None:
         budget = default_budget() if memory_budget is None else parse_bytes(memory_budget)
-        self._take(Mailbox(maxsize), Claims(), budget)
+        self._take(Mailbox(operator.index(maxsize)), Claims(), budget)
 
     def _take(self, box: Mailbox, claims: Claims, budget: int) -> None:
         self._box = box

@@ -19,7 +19,7 @@ __all__ = ("COMMANDS", "app", "main")
 
 #: Subcommand -> its line in ``torchcrew --help``.
 COMMANDS = {
-    "run": "Run an unmodified script or module with torchcrew's engine under its DataLoaders.",
+    "run": "Run an unmodified script or module with torchcrew under its DataLoaders and processes.",
     "demo": "Train a small network on real images, with stock's DataLoader and with ours, and compare.",
     "doctor": "Say what matters for multiprocessing on this machine, and what to do about it.",
 }

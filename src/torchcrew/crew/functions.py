@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import process
 from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
@@ -88,6 +88,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         table = {**cloudpickle.Pickler.dispatch_table, **forking._copyreg_dispatch_table, **forking._extra_reducers}
         for left in _LEFT_TO_STOCK:
             table.pop(left, None)
+        table[types.CodeType] = functools.partial(_reduce_code, table[types.CodeType])
         self.dispatch_table = table  # before the next line, which reads it once
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.by_value: list[str] = []
@@ -121,6 +122,15 @@ class Portable:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _reduce_code(reduce: Callable[[types.CodeType], tuple[Any, ...]], code: types.CodeType) -> tuple[Any, ...]:
+    """Reduce code as cloudpickle does, which forgets the file: a traceback in the other process shall show the line."""
+    return _code_of_file, (code.co_filename, *reduce(code))
+
+
+def _code_of_file(filename: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+    return make(*arguments).replace(co_filename=filename)
 
 
 def by_reference(obj: Any) -> bool:

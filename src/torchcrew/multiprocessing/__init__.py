@@ -141,7 +141,10 @@ def __getattr__(name: str) -> Any:
     """A submodule, or a name of torch's module that it does not promise to anybody."""
     if aliases.is_submodule(name):
         return import_module(f"{__name__}.{name}")
-    return getattr(_torch, name)
+    try:
+        return getattr(_torch, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ Death      a rank's lock goes with it. Who waits for ranks that are gone without
 
 from __future__ import annotations
 
+import collections
 import fcntl
 import os
 import struct
@@ -48,6 +49,12 @@ _VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DIST_INIT_BARRIER": "1"}
 
 Answer = tuple[Any, int, int]
 
+#: The last groups of this rank, also when they were destroyed. Gloo's destructor waits for a thread that may need the
+#: interpreter's lock to let go of its last operation. Run by whoever holds that lock, as by the end of the function in
+#: which a `DistributedDataParallel` was the last to have the group, it waits for ever. One that has seen others come
+#: and go has no operation left; the process itself ends without destructors.
+_groups: collections.deque[Any] = collections.deque(maxlen=8)
+
 
 class Rendezvous:
     """The meeting place; travels to the ranks with their arguments."""
@@ -75,6 +82,7 @@ class Rendezvous:
         if torch.distributed.is_available():
             handlers = torch_private.rendezvous_handlers()
             handlers["env"] = _Handler(handlers["env"], self.store, presence)
+            torch_private.keep_process_groups(_groups.append)
 
 
 def _arrive(store: Any, presence: Any) -> Rendezvous:
