@@ -18,8 +18,8 @@ With default options, batches, their order, random draws in every process, excep
 counts and names, and the moment at which workers end are those of `torch.utils.data.DataLoader`. A differential suite
 runs every scenario on both and compares all that can be seen.
 
-What differs on purpose is this list, and nothing else. Each entry has a test that shows both sides. Processes, queues and
-pools have [a list of their own](guide/processes.md#what-differs-from-stock).
+What differs on purpose is this list, and nothing else. Each entry has a test that shows both sides. Processes, queues
+and pools have [a list of their own](guide/processes.md#what-differs-from-stock).
 
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import inspect
 import multiprocessing
 import os
@@ -221,8 +222,9 @@ def test_the_other_end_is_gone(duplex: bool, unread: bool) -> None:
         writer.send("never read")
     reader.close()
     for _ in range(2):
-        with pytest.raises(BrokenPipeError):
+        with pytest.raises(BrokenPipeError) as caught:
             writer.send(2)
+        assert caught.value.errno == errno.EPIPE
     writer.close()
 
 

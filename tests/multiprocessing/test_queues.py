@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import errno
 import inspect
 import multiprocessing
 import os
@@ -346,8 +347,9 @@ def test_simple_queue_ends() -> None:
     queue.put(1)
     queue._reader.close()
     for _ in range(2):
-        with pytest.raises(BrokenPipeError):
+        with pytest.raises(BrokenPipeError) as caught:
             queue.put(2)
+        assert caught.value.errno == errno.EPIPE
 
 
 @pytest.mark.parametrize("kind", KINDS)

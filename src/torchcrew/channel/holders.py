@@ -25,7 +25,7 @@ from multiprocessing import context, reduction
 from queue import Empty
 from typing import Any
 
-__all__ = ("Deserted", "Holders", "Witness")
+__all__ = ("Deserted", "Holders", "Witness", "other_threads")
 
 #: While other threads run, which may start processes or come to an end, a wait looks up this often, in seconds.
 _LOOK_UP = 0.25
@@ -120,7 +120,7 @@ class Holders:
         return not self.watched() and self._nobody_stands_in()
 
     def _nobody_stands_in(self) -> bool:
-        return bool(self.gone) and not (self._starting or self.has_backlog() or _other_threads())
+        return bool(self.gone) and not (self._starting or self.has_backlog() or other_threads())
 
     def tell(self) -> None:
         """Report who has gone away since the last time; to be called while others are left, where it may raise."""
@@ -218,7 +218,7 @@ def _never() -> bool:
     return False
 
 
-def _other_threads() -> bool:
+def other_threads() -> bool:
     """Whether another thread of this process might put something."""
     if threading.active_count() == 1:
         return False

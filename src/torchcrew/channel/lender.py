@@ -32,6 +32,7 @@ from queue import Full
 from typing import Any, cast
 
 from torchcrew.channel.claims import ClaimedArena, Claims
+from torchcrew.channel.holders import other_threads
 from torchcrew.channel.parcel import Kit, Parcel
 from torchcrew.errors import ArenaFull
 from torchcrew.memory.arena import SLOTS, ArenaOwner, Block, Loan
@@ -311,7 +312,7 @@ class Lender:
     def _starving(self, arena: ClaimedArena, owner: ArenaOwner) -> bool:
         """Whether all blocks are held by consumers that sleep until a message comes, and none is on its way."""
         mine = self._claims.register().number
-        alone = threading.active_count() == 1
+        alone = not other_threads()
         for block in owner.on_loan():
             if arena.table[block.slot] == ON_LOAN:
                 claim = arena.claims[block.slot]

@@ -150,8 +150,9 @@ class Passed:
         return fd
 
     def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        fd = getattr(self, "_fd", -1)  # a Ctrl-C may come while it is being made
+        if fd >= 0:
+            os.close(fd)
 
 
 # What is pickled in our own way ---------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ Death      of the other side: what it had sent arrives, then EOFError; `send` ra
 
 from __future__ import annotations
 
+import errno
 import io
 import multiprocessing.connection as _stock
+import os
 import select
 import socket
 import time
@@ -102,8 +104,8 @@ class PacketConnection(_stock.Connection):
             try:
                 sealed.send(self._socket)
                 return
-            except ConnectionResetError as error:  # the other side is gone, and had not read everything
-                raise BrokenPipeError(*error.args) from None
+            except ConnectionResetError:  # the other side is gone, and had not read everything
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
             except OSError as error:
                 if error.errno not in FULL_ERRORS:
                     raise

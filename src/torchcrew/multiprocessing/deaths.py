@@ -29,7 +29,7 @@ def peer_died(holders: Holders, what: str) -> PeerDied:
         if child is not None:
             child.dismiss()
     who = ", ".join(map(str, ended))
-    return PeerDied(f"the queue {what}: of the other processes that held it, none lives any more: {who}")
+    return PeerDied(f"the queue {what}: every other process that held it has ended: {who}")
 
 
 def warn_of_failures(pids: list[int]) -> None:

@@ -68,7 +68,7 @@ def _threads() -> list[str]:
             (unnamed if thread is None and name == own else names).append(name)
     # A thread of native code inherits its creator's name. OpenBLAS, whose threads start when numpy is imported, ends
     # them itself before a fork; the others that look so are OpenMP's, which hang in a child.
-    left = max(0, len(unnamed) - _openblas_threads())
+    left = max(0, len(unnamed) - _openblas_threads()) if unnamed else 0
     return names + [f"{own}: native, as OpenMP's"] * left
 
 

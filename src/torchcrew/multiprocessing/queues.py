@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -321,8 +322,8 @@ class SimpleQueue(_stock.SimpleQueue):  # type: ignore[misc]
     def _offer(self, sealed: Envelope) -> bool:
         try:
             sealed.send(self._writer._socket)
-        except ConnectionResetError as error:  # nobody receives any more
-            raise BrokenPipeError(*error.args) from None
+        except ConnectionResetError:  # nobody receives any more
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
         except OSError as error:
             if error.errno in FULL_ERRORS:
                 return False
