@@ -181,6 +181,30 @@ def test_a_dead_producer_does_not_keep_the_lock() -> None:
     os.close(write)
 
 
+def test_a_stopped_producer_keeps_no_deadline() -> None:
+    """A process that is stopped in the middle of a put is alive, and may stay so for ever: who cannot wait need not."""
+    box = Mailbox()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with box.putting, box.record:
+            os.write(write, b"x")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.read(read, 1)
+    os.waitpid(pid, os.WUNTRACED)
+    with pytest.raises(Full):
+        box.put(b"mine", timeout=0)
+    with pytest.raises(Full):
+        box.put(b"mine", timeout=0.1)
+    os.kill(pid, signal.SIGCONT)
+    box.put(b"mine", timeout=10)
+    os.waitpid(pid, 0)
+    assert bytes(box.get().payload) == b"mine"
+    os.close(read)
+    os.close(write)
+
+
 def test_a_fork_in_the_middle_of_a_put() -> None:
     """A child can put although another thread of its parent was about to, at the moment of the fork."""
     box = Mailbox()

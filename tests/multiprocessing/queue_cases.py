@@ -113,3 +113,9 @@ def get_and_die(queue: Any) -> None:
 def square(number: int) -> int:
     """The work of pools."""
     return number * number
+
+
+def stop_in_put(queue: Any) -> None:
+    """Be stopped with the lock of those who put."""
+    with queue._mailbox.putting, queue._mailbox.record:
+        os.kill(os.getpid(), signal.SIGSTOP)

@@ -393,6 +393,20 @@ def test_a_worker_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert process.exitcode == -signal.SIGKILL
 
 
+def test_a_pool_is_gone_without_the_collector() -> None:
+    """With its last reference go its workers' descriptors: nothing refers to it in a circle."""
+    gc.collect()
+    gc.disable()
+    try:
+        with mp.Pool(2) as pool:
+            assert pool.map(abs, [-1]) == [1]
+        before = len(os.listdir("/proc/self/fd"))
+        del pool
+        assert len(os.listdir("/proc/self/fd")) < before
+    finally:
+        gc.enable()
+
+
 def test_close_ends_the_workers_without_join() -> None:
     """All that was asked for is done; then workers and threads end by themselves."""
     with pool_of(2) as pool:

@@ -76,6 +76,22 @@ def test_get_says_how_they_ended_also_if_they_were_joined(how: int) -> None:
         queue.get()
 
 
+def test_a_stopped_producer_blocks_no_put() -> None:
+    """What the others put waits with them until it goes on, as with stock."""
+    queue = FORK.Queue()
+    process = start(cases.stop_in_put, queue)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    for number in range(3):
+        queue.put(number)
+    with pytest.raises(stdlib_queue.Empty):
+        queue.get(timeout=0.1)
+    os.kill(process.pid, signal.SIGCONT)
+    assert [queue.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+    process.join()
+    queue.close()
+    queue.join_thread()
+
+
 def test_a_thread_that_only_serves_others_is_not_waited_for() -> None:
     """As stock's server of descriptors, which runs to the end of the process once something has used it."""
     queue = FORK.Queue()

@@ -70,6 +70,8 @@ _BUFFER_BYTES = 1 << 20
 _FIRST_NAP, _LONGEST_NAP = 50e-6, 5e-3
 #: A put that finds the record lock taken looks again after this, in seconds: it is held for microseconds.
 _LOCK_NAP = 20e-6
+#: After so many seconds its holder is taken for one that was stopped in the middle; who puts does something else then.
+_PATIENCE = 0.05
 _LOCK, _UNLOCK = int(fcntl.LOCK_EX | fcntl.LOCK_NB), int(fcntl.LOCK_UN)
 
 
@@ -80,7 +82,7 @@ class Result(enum.Enum):
     FULL = enum.auto()
     """As many packets wait as may."""
     CROWDED = enum.auto()
-    """The socket has no room."""
+    """The socket has no room, or a producer was stopped (SIGSTOP) in the middle of putting something."""
 
 
 class Tally(Protocol):
@@ -107,15 +109,18 @@ class RecordLock:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def __enter__(self) -> None:
+    def acquire(self, patience: float | None = None) -> bool:
+        """Take it; False if another process kept it for so many seconds."""
         nap = _LOCK_NAP
-        try:  # around the locking, too: a Ctrl-C may come as soon as that is done
-            while not self._try():
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP)
-        except BaseException:
-            self.__exit__()
-            raise
+        deadline = 0.0
+        while not self._try():
+            if patience is not None:
+                deadline = deadline or time.monotonic() + patience
+                if time.monotonic() > deadline:
+                    return False
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
+        return True
 
     def _try(self) -> bool:
         try:
@@ -124,8 +129,19 @@ class RecordLock:
             return False
         return True
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """Let go; nothing where it is not held."""
         fcntl.lockf(self._fd, _UNLOCK, 1)
+
+    def __enter__(self) -> None:
+        try:  # around the locking, too: a Ctrl-C may come as soon as that is done
+            self.acquire()
+        except BaseException:
+            self.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Mailbox:
@@ -227,26 +243,34 @@ class Mailbox:
         Raises:
             BrokenPipeError: the mailbox was closed for all.
         """
-        with self.putting, self.record:
-            last = int(self._last.value)
-            if maxsize > 0 and self._waiting(last) >= maxsize:
-                return Result.FULL
-            if tally is not None:
-                tally.begin()
-            # Stored first: a number that is not sent is passed over, one that is sent twice would be counted once.
-            self._last.value = last + 1
+        with self.putting:
             try:
-                sealed.send(self.writer, last + 1)
-            except OSError as error:
-                self._last.value = last
-                if tally is not None:
-                    tally.undo()
-                if error.errno in FULL_ERRORS:
+                if not self.record.acquire(_PATIENCE):
                     return Result.CROWDED
-                raise
+                return self._offer(sealed, maxsize, tally)
+            finally:
+                self.record.release()
+
+    def _offer(self, sealed: Envelope, maxsize: int, tally: Tally | None) -> Result:
+        last = int(self._last.value)
+        if maxsize > 0 and self._waiting(last) >= maxsize:
+            return Result.FULL
+        if tally is not None:
+            tally.begin()
+        # Stored first: a number that is not sent is passed over, one that is sent twice would be counted once.
+        self._last.value = last + 1
+        try:
+            sealed.send(self.writer, last + 1)
+        except OSError as error:
+            self._last.value = last
             if tally is not None:
-                tally.done()
-            return Result.SENT
+                tally.undo()
+            if error.errno in FULL_ERRORS:
+                return Result.CROWDED
+            raise
+        if tally is not None:
+            tally.done()
+        return Result.SENT
 
     # Taking -----------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import queue
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import pool as _typed
 from multiprocessing import util
@@ -136,9 +137,11 @@ class Crew:
         self.pool: list[Any] = []
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.bell = _Bell()
-        self.cache = _Cache(self._cache_is_empty)
+        # A proxy: in a cycle, the workers' descriptors would stay until the collector comes by.
+        crew = weakref.proxy(self)
+        self.cache = _Cache(lambda: crew._cache_is_empty())
         self.link = Link()
-        self.ledger = Ledger(self.link, self.cache, lambda: self.processes)
+        self.ledger = Ledger(self.link, self.cache, lambda: crew.processes)
         self.threads: list[threading.Thread] = []
         self.in_iterator = False
         self._options = options
