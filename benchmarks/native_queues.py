@@ -210,7 +210,7 @@ def add(bench: harness.Benchmark, key: str, work: str, claims: list[Claim], floo
     more = {"messages_checked": checked}
     if key in SIZES:
         more["message_bytes"] = {name: 4.0 * elements for name, (elements, _) in SIZES.items() if name == key}
-    bench.add(Row(key, work, metric, per, measured, claims, floor, more=more))
+    bench.add(Row(key, f"`torchcrew.Queue`, {work}", metric, per, measured, claims, floor, more=more))
 
 
 def main() -> None:

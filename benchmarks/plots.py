@@ -1,4 +1,4 @@
-"""The pictures of the docs, from the JSON of the last results: ``speedup.png`` and ``growth.png``.
+"""The pictures of the docs, from the JSON of the last results: a picture of speed for each group, and ``growth.png``.
 
     python -m benchmarks.plots [--results FOLDER] [--out FOLDER]
 
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import NAMES
+from benchmarks import GROUPS, NAMES
 from benchmarks.harness import OURS, RESULTS, ROOT, STOCK, console
 from benchmarks.tables import figure, times
 
@@ -21,6 +21,11 @@ __all__ = ("ASSETS", "draw_all", "load")
 ASSETS = ROOT / "docs" / "assets"
 INK, FAINT, SOFT = "#22262e", "#dfe3ea", "#5f6877"
 COLOURS = {STOCK: "#8a94a6", OURS: "#e4572c"}
+#: By the group of the benchmarks: the file, the title, and what is compared with.
+PICTURES = {
+    "data": ("speedup.png", "torchcrew.data beside torch's DataLoader", "torch.utils.data"),
+    "multiprocessing": ("speedup-processes.png", "torchcrew beside torch.multiprocessing", "torch.multiprocessing"),
+}
 LABELS = {STOCK: "torch.utils.data", OURS: "torchcrew.data"}
 STYLE = {
     "font.size": 10,
@@ -58,10 +63,12 @@ def draw_all(results: Path = RESULTS, out: Path = ASSETS) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     with pyplot.rc_context(STYLE):  # type: ignore[arg-type]
-        speed_rows = [row for name, result in found.items() if name != "growth" for row in result["rows"]]
-        if speed_rows:
-            machine = next(iter(found.values()))["machine"]
-            _save(_speedup(speed_rows, machine, pyplot), out / "speedup.png", pyplot)
+        for group, names in GROUPS.items():
+            results_of = [found[name] for name in names if name in found and name != "growth"]
+            if results_of:
+                rows = [row for result in results_of for row in result["rows"]]
+                picture = _speedup(group, rows, results_of[0]["machine"], pyplot)
+                _save(picture, out / PICTURES[group][0], pyplot)
         if "growth" in found:
             _save(_growth(found["growth"], pyplot), out / "growth.png", pyplot)
     if not found:
@@ -78,8 +85,9 @@ def _save(drawn: Any, path: Path, pyplot: Any) -> None:
 # How many times faster ------------------------------------------------------------------------------------------------
 
 
-def _speedup(rows: list[dict[str, Any]], machine: dict[str, Any], pyplot: Any) -> Any:
+def _speedup(group: str, rows: list[dict[str, Any]], machine: dict[str, Any], pyplot: Any) -> Any:
     """Bars on a logarithmic scale from 1 (stock) to the ratio, with what must be reached as a tick."""
+    _, title, stock = PICTURES[group]
     rows = [row for row in rows if row["ratio"]]
     drawn, axes = pyplot.subplots(figsize=(10, 1.5 + 0.44 * len(rows)), layout="constrained")
     places = list(range(len(rows)))[::-1]
@@ -111,12 +119,12 @@ def _speedup(rows: list[dict[str, Any]], machine: dict[str, Any], pyplot: Any) -
     axes.grid(axis="x", color=FAINT, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.set_xlabel(
-        f"times faster (memory: times less) than torch.utils.data, the grey line; {machine['cores']} cores, torch "
+        f"times faster (memory: times less) than {stock}, the grey line; {machine['cores']} cores, torch "
         f"{machine['torch'].split('+')[0]}, medians",
         color=SOFT,
     )
     drawn.legend(loc="outside upper right", frameon=False, handletextpad=0.2)
-    drawn.suptitle("torchcrew.data beside torch's DataLoader", x=0.012, ha="left", fontsize=13, fontweight="bold")
+    drawn.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     return drawn
 
 
@@ -140,7 +148,8 @@ def _target(row: dict[str, Any]) -> float | None:
 
 def _short(row: dict[str, Any]) -> str:
     work: str = row["work"]
-    return work.replace("peak memory (PSS of all processes)", "peak memory").replace(" samples, ", ", ")
+    short = work.replace("peak memory (PSS of all processes)", "peak memory").replace(" samples, ", ", ")
+    return short.replace("`", "").removesuffix(", one producer, one consumer")
 
 
 # What grows with the number of workers --------------------------------------------------------------------------------
