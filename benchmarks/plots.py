@@ -118,9 +118,12 @@ def _speedup(group: str, rows: list[dict[str, Any]], machine: dict[str, Any], py
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color=FAINT, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
-    axes.set_xlabel(
+    drawn.supxlabel(
         f"times faster (memory: times less) than {stock}, the grey line; {machine['cores']} cores, torch "
         f"{machine['torch'].split('+')[0]}, medians",
+        x=0.99,
+        ha="right",
+        fontsize=10,
         color=SOFT,
     )
     drawn.legend(loc="outside upper right", frameon=False, handletextpad=0.2)
