@@ -8,7 +8,7 @@
 
 Owner      the caller owns processes and reports (a memfd each); the meeting place belongs to the ranks alone.
 Death      rank: seen by its sentinel, whatever it was doing; the others are ended when somebody joins.
-           caller: the guardian kills every rank, also one in native code, and all that they started.
+           caller: the guardian kills every rank, also one in native code; the ranks' own guardians kill their children.
            Ctrl-C: the terminal tells caller and ranks; the caller waits for them, and ends those that do not listen.
 """
 
