@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from tests.data.survival import (
 from torchcrew.data import DataLoader
 from torchcrew.testing.crash import CRASH_TEXT, die, run_program
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("_no_stack_dumps")]
 
 Stock = torch.utils.data.DataLoader
 
@@ -72,18 +72,6 @@ def quietly(how: str) -> Callable[[], None]:
 
 def both(make: Callable[[Any], Any]) -> tuple[Outcome, Outcome]:
     return outcome(lambda: make(Stock)), outcome(lambda: make(DataLoader))
-
-
-@pytest.fixture(autouse=True)
-def _no_stack_dumps() -> Iterator[None]:
-    """Workers that crash on purpose shall not print pytest's stack."""
-    import faulthandler
-
-    enabled = faulthandler.is_enabled()
-    faulthandler.disable()
-    yield
-    if enabled:
-        faulthandler.enable(file=sys.__stderr__)
 
 
 @pytest.mark.parametrize("how", DEATHS)

@@ -23,20 +23,13 @@ import torch
 
 import torchcrew.multiprocessing as mp
 from tests.multiprocessing import queue_cases as cases
-from torchcrew.crew import zygote
 from torchcrew.multiprocessing import connection
 from torchcrew.multiprocessing.connection import PacketConnection, Pipe
 
 METHODS = ("fork", "spawn", "forkserver", "zygote")
 FORK: Any = mp.get_context("fork")
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]
 
 
 @pytest.fixture

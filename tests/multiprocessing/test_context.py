@@ -25,13 +25,7 @@ from torchcrew.multiprocessing import popen
 METHODS = ("fork", "spawn", "forkserver", "zygote")
 SERVED = METHODS[1:]
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]
 
 
 @pytest.fixture(autouse=True)

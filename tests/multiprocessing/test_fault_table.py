@@ -6,9 +6,7 @@ The leak check that runs with every test is part of each row: no child, descript
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing.pool
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +24,7 @@ DEADLINE = 10
 MESSAGES = list(range(20))
 
 pytestmark = [
+    pytest.mark.usefixtures("_no_stack_dumps"),
     pytest.mark.parametrize("method", METHODS),
     # The thread that it finds is faulthandler's, which prints the stacks of a test that hangs.
     pytest.mark.filterwarnings("ignore:fork of a process with:RuntimeWarning"),
@@ -34,16 +33,6 @@ pytestmark = [
 ]
 every_end = pytest.mark.parametrize("how", ENDS)
 every_queue = pytest.mark.parametrize("kind", ["Queue", "SimpleQueue"])
-
-
-@pytest.fixture(autouse=True)
-def _no_stack_dumps() -> Iterator[None]:
-    """Children that crash on purpose shall not print pytest's stack."""
-    enabled = faulthandler.is_enabled()
-    faulthandler.disable()
-    yield
-    if enabled:
-        faulthandler.enable(file=sys.__stderr__)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 import torchcrew.multiprocessing as mp
 from tests.memory.test_kill_every_syscall import why_not
 from tests.multiprocessing import queue_cases as cases
-from torchcrew.crew import zygote
 from torchcrew.errors import PeerDied
 from torchcrew.testing.crash import run_program
 
@@ -30,13 +28,7 @@ KINDS = ("Queue", "JoinableQueue", "SimpleQueue")
 METHODS = ("fork", "spawn", "forkserver", "zygote")
 FORK: Any = mp.get_context("fork")
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]
 
 
 def start(target: Any, *args: Any, context: Any = FORK, name: str | None = None) -> Any:

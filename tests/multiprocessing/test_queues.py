@@ -12,7 +12,6 @@ import pickle
 import queue as stdlib_queue
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import connection, pool
 from multiprocessing import queues as stock
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch
 
 import torchcrew.multiprocessing as mp
 from tests.multiprocessing import queue_cases as cases
-from torchcrew.crew import zygote
 from torchcrew.multiprocessing import queues
 from torchcrew.testing.crash import run_program
 
@@ -32,13 +30,7 @@ METHODS = ("fork", "spawn", "forkserver", "zygote")
 KINDS = ("Queue", "JoinableQueue", "SimpleQueue")
 FORK: Any = mp.get_context("fork")
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]
 
 
 @pytest.fixture(params=[*METHODS, "stock fork"])

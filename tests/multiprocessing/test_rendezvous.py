@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,17 @@ import torch
 
 import torchcrew.multiprocessing as mp
 from tests.multiprocessing import rendezvous_cases as cases
-from torchcrew.crew import zygote
 from torchcrew.crew.rank import Rank
 from torchcrew.multiprocessing.rendezvous import Rendezvous, _Presence
 
 pytestmark = [
+    pytest.mark.usefixtures("_zygote_ends"),
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:fork of a process with"),
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
 ]
 
 METHODS = ("spawn", "fork")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,13 @@ import torch.multiprocessing as stock
 import torchcrew.multiprocessing as mp
 from tests.crew.programs import SOURCE, running, survivors
 from tests.multiprocessing import spawn_cases as cases
-from torchcrew.crew import zygote
 from torchcrew.multiprocessing import reports
 from torchcrew.multiprocessing.reports import Failure, Kind, Report
 
 spawn_module = sys.modules["torchcrew.multiprocessing.spawn"]
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]
 
 METHODS = ("spawn", "fork")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zygote_ends() -> Iterator[None]:
-    yield
-    zygote.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,7 @@ Death      in the middle of registering: the locks go with the process; a number
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
-import struct
 import threading
 import time
 import weakref
@@ -29,7 +26,7 @@ from multiprocessing import context, reduction
 from typing import Any
 
 from torchcrew.errors import ArenaFull
-from torchcrew.memory import libc
+from torchcrew.memory import byte_locks, libc
 from torchcrew.memory.arena import SLOTS, Arena, make_memfd
 from torchcrew.memory.limits import file_size_limit
 
@@ -52,13 +49,6 @@ _ARENA_BYTES = 1 << 40
 #: An arena that `ulimit -f` makes smaller than this is of no use.
 _ARENA_LEAST = 1 << 20
 
-_FLOCK = struct.Struct("hhqqi4x")
-_OFD_GETLK, _OFD_SETLK = 36, 37  # the same on every Linux
-
-
-def _flock(kind: int, at: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0)
-
 
 class Presence:
     """An open file description whose locks say that this process, or one forked from it, is there."""
@@ -66,21 +56,17 @@ class Presence:
     __slots__ = ("__weakref__", "_fd", "number")
 
     def __init__(self, control: int) -> None:
-        self._fd = os.open(f"/proc/self/fd/{control}", os.O_RDWR | os.O_CLOEXEC)
+        self._fd = byte_locks.reopen(control)
         self.number = 0
         _presences.add(self)
 
     def try_lock(self, at: int) -> bool:
         """Lock one byte; False if another description has it locked."""
-        try:
-            fcntl.fcntl(self._fd, _OFD_SETLK, _flock(fcntl.F_WRLCK, at))
-        except BlockingIOError:
-            return False
-        return True
+        return byte_locks.lock(self._fd, at)
 
     def unlock(self, at: int) -> None:
         """Unlock one byte."""
-        fcntl.fcntl(self._fd, _OFD_SETLK, _flock(fcntl.F_UNLCK, at))
+        byte_locks.unlock(self._fd, at)
 
     def close(self) -> None:
         """Give up the locks, unless a forked child has the description, too; idempotent."""
@@ -133,10 +119,7 @@ class Claims:
     def _take(self, control: int) -> None:
         self._control = control
         weakref.finalize(self, os.close, control).atexit = False
-        address = libc.map_shared(control, 0, _CONTROL_BYTES)
-        memory = (ctypes.c_char * _CONTROL_BYTES).from_address(address)
-        weakref.finalize(memory, libc.unmap, address, _CONTROL_BYTES).atexit = False
-        view = memoryview(memory).cast("B")
+        view = memoryview(libc.view_of(libc.map_shared(control, 0, _CONTROL_BYTES), _CONTROL_BYTES)).cast("B")
         self._count = view[:8].cast("Q")
         self._flags = view[_FLAGS:_COMMITTED]
         self._committed = view[_COMMITTED:].cast("Q")
@@ -190,8 +173,7 @@ class Claims:
         presence = self.presence
         if presence is not None and presence.number == number:
             return True
-        found = fcntl.fcntl(self._control, _OFD_GETLK, _flock(fcntl.F_WRLCK, _LOCKS + number))
-        return bool(_FLOCK.unpack_from(found)[0] != fcntl.F_UNLCK)
+        return byte_locks.is_locked(self._control, _LOCKS + number)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 

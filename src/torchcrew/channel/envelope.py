@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import errno
 import os
 import pickle
 import socket
 import struct
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -137,9 +135,7 @@ def envelope(
 def _to_memfd(payload: Any, spare: contextlib.ExitStack) -> int:
     fd = make_memfd("torchcrew-packet", len(payload))
     spare.callback(os.close, fd)
-    view, done = memoryview(payload), 0
-    while done < len(payload):
-        done += os.pwrite(fd, view[done:], done)
+    libc.write_all(fd, payload)
     return fd
 
 
@@ -261,9 +257,7 @@ def _read_memfd(passed: Passed, nbytes: int) -> memoryview:
         address = libc.map_shared(fd, 0, nbytes)
     finally:
         os.close(fd)
-    view = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(view, libc.unmap, address, nbytes).atexit = False
-    return memoryview(view).cast("B")
+    return memoryview(libc.view_of(address, nbytes)).cast("B")
 
 
 def _from_socket(passed: Passed, count: int) -> list[Passed]:

@@ -164,9 +164,7 @@ class Mailbox:
         self.control = control
         self.maxsize = maxsize
         self.holders = Holders()
-        address = libc.map_shared(control, 0, _CONTROL_BYTES)
-        self.page = (ctypes.c_char * _CONTROL_BYTES).from_address(address)
-        weakref.finalize(self.page, libc.unmap, address, _CONTROL_BYTES).atexit = False
+        self.page = libc.view_of(libc.map_shared(control, 0, _CONTROL_BYTES), _CONTROL_BYTES)
         self._last = ctypes.c_uint64.from_buffer(self.page)
         #: To be held together, in this order, by who is the only producer of all threads and processes.
         self.putting = threading.Lock()

@@ -92,9 +92,7 @@ class SharedBuffer:
         # Rounded up so that there are few types of arrays; what is past the end is address space that nobody touches.
         length = round_block(nbytes)
         address = libc.map_shared(fd, 0, length) if writable else libc.map_read_only(fd, length)
-        base = (ctypes.c_char * length).from_address(address)
-        weakref.finalize(base, libc.unmap, address, length).atexit = False
-        view = memoryview(base).cast("B")[:nbytes]
+        view = memoryview(libc.view_of(address, length)).cast("B")[:nbytes]
         #: All of it; the mapping lives as long as this, or anything made of it, does.
         self.view = view if writable else view.toreadonly()
         _known[token] = self

@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from torchcrew.errors import TooManyDescriptors
-from torchcrew.memory import spares
+from torchcrew.memory import libc, spares
 from torchcrew.torch_private import shared_descriptor, shared_storage, swap_storages
 
 __all__ = (
@@ -115,10 +115,7 @@ def _move(storage: torch.UntypedStorage, swap: Callable[[Any, Any], None]) -> No
         raise
     try:
         # Written, not copied through a mapping: pages that are written whole need not be zeroed and faulted in first.
-        source = (ctypes.c_char * nbytes).from_address(storage.data_ptr())
-        done = os.pwrite(fd, source, 0)
-        while done < nbytes:  # one call writes 2 GiB at most
-            done += os.pwrite(fd, memoryview(source)[done:], done)
+        libc.write_all(fd, (ctypes.c_char * nbytes).from_address(storage.data_ptr()))
         swap(storage, _storage_over(fd, nbytes))
     finally:
         os.close(fd)

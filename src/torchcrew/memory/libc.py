@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
+from typing import Any
 
-__all__ = ("PAGE", "copy", "map_read_only", "map_shared", "punch", "set_death_signal", "unmap")
+__all__ = ("PAGE", "copy", "map_read_only", "map_shared", "punch", "set_death_signal", "unmap", "view_of", "write_all")
 
 PAGE = mmap.PAGESIZE
 _MADV_DONTDUMP = 16
@@ -64,6 +66,24 @@ def map_read_only(fd: int, nbytes: int) -> int:
 def unmap(address: int, nbytes: int) -> None:
     """Unmap what `map_shared` mapped."""
     _libc.munmap(address, nbytes)
+
+
+def view_of(address: int, nbytes: int) -> Any:
+    """The bytes of a mapping as a ctypes array; unmapped when that, and all that is made of it, are gone."""
+    view = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(view, unmap, address, nbytes).atexit = False
+    return view
+
+
+def write_all(fd: int, data: Any, offset: int = 0) -> None:
+    """Write every byte of a buffer at ``offset``; one call of the system writes 2 GiB at most.
+
+    Raises:
+        OSError: as `os.pwrite`.
+    """
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def set_death_signal(signum: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from typing import Any
 
 from torchcrew.memory import libc
@@ -71,10 +70,7 @@ class Mapping:
 
     def _map(self, first: int, last: int) -> Any:
         nbytes = (last - first + 1) * WINDOW
-        address = libc.map_shared(self.fd, first * WINDOW, nbytes)
-        base = (ctypes.c_char * nbytes).from_address(address)
-        weakref.finalize(base, libc.unmap, address, nbytes).atexit = False
-        return base
+        return libc.view_of(libc.map_shared(self.fd, first * WINDOW, nbytes), nbytes)
 
     def close(self) -> None:
         """Close the descriptor and forget the windows; views that exist stay valid."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from queue import Empty
 
@@ -10,6 +9,7 @@ from torchcrew.channel import peers
 from torchcrew.channel.holders import Deserted, Holders
 from torchcrew.errors import PeerDied
 from torchcrew.multiprocessing import children
+from torchcrew.multiprocessing.forking import users_level
 
 __all__ = ("nothing_came", "peer_died", "warn_of_failures")
 
@@ -40,16 +40,8 @@ def warn_of_failures(pids: list[int]) -> None:
             warnings.warn(
                 f"{ended} is gone; this process goes on waiting at a queue that it held, for those that are left",
                 RuntimeWarning,
-                stacklevel=_users_level(),
+                stacklevel=users_level(),
             )
-
-
-def _users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning shows the first line that is not ours."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torchcrew."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _recent(pid: int) -> peers.Ended | None:

@@ -10,7 +10,7 @@ import time
 import warnings
 from typing import Any
 
-__all__ = ("dangers", "warn_of_dangers")
+__all__ = ("dangers", "users_level", "warn_of_dangers")
 
 #: How long a native thread that does something is taken for one that is about to end, in seconds.
 _LEAVING = 0.01
@@ -36,7 +36,7 @@ def warn_of_dangers(target: Any) -> None:
             "in the child, which may hang or crash. The start method 'zygote' is as quick and has no such trouble: "
             "torchcrew.multiprocessing.set_start_method('zygote'), or 'spawn'.",
             RuntimeWarning,
-            stacklevel=_users_level(),
+            stacklevel=users_level(),
         )
 
 
@@ -136,11 +136,11 @@ def _module_of(target: Any) -> str:
     return module if isinstance(module, str) else ""
 
 
-def _users_level() -> int:
+def users_level() -> int:
     """The ``stacklevel`` at which the caller's warning shows the first line that is neither ours nor the library's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("torchcrew.multiprocessing", "multiprocessing.")
+        ("torchcrew.", "multiprocessing.")
     ):
         level, frame = level + 1, frame.f_back
     return level

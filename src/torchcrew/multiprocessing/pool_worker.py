@@ -64,9 +64,7 @@ class Board:
         """Map ``fd``, which belongs to the board from now on."""
         self.fd = fd
         nbytes = SLOTS * _STRIDE
-        address = libc.map_shared(fd, 0, nbytes)
-        self._page = (ctypes.c_char * nbytes).from_address(address)
-        weakref.finalize(self._page, libc.unmap, address, nbytes).atexit = False
+        self._page = libc.view_of(libc.map_shared(fd, 0, nbytes), nbytes)
         self._finalizer = weakref.finalize(self, os.close, fd)
         self._finalizer.atexit = False
 

@@ -17,9 +17,7 @@ Death      a rank's lock goes with it. Who waits for ranks that are gone without
 from __future__ import annotations
 
 import collections
-import fcntl
 import os
-import struct
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -31,6 +29,7 @@ import torch.distributed
 
 from torchcrew import torch_private
 from torchcrew.crew.rank import Rank
+from torchcrew.memory import byte_locks
 
 __all__ = ("Rendezvous",)
 
@@ -41,8 +40,6 @@ POLL = 0.005
 STUCK_TIMEOUT = 5.0
 #: Stock's, for what calls the handler without one.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-#: ``struct flock`` with 64-bit offsets: type, whence, start, length, pid.
-_FLOCK = struct.Struct("hhqqi")
 #: What torch reads when it makes a group. The interface: gloo's ports shall be seen from this machine only. The
 #: barrier: without it a rank that is done at once closes connections that others are still making, and those fail.
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DIST_INIT_BARRIER": "1"}
@@ -101,9 +98,9 @@ class _Presence:
         self.rank = rank
         # Opened anew: such a lock belongs to an open file, and the inherited one is the same in all ranks. It stays
         # open to the end; what this rank forks shares it, and keeps this rank's place.
-        self.fd = os.open(f"/proc/self/fd/{shared}", os.O_RDWR | os.O_CLOEXEC)
-        place = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank.index, 1, 0)
-        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, place)
+        self.fd = byte_locks.reopen(shared)
+        if not byte_locks.lock(self.fd, rank.index):
+            raise BlockingIOError(f"another process is rank {rank.index} of this spawn")
         os.pwrite(self.fd, b"\1", rank.index)
 
     def gone(self) -> list[int]:
@@ -112,11 +109,8 @@ class _Presence:
         return [index for index, flag in enumerate(started) if flag and not self._is_locked(index)]
 
     def _is_locked(self, index: int) -> bool:
-        if index == self.rank.index:
-            return True  # by ourselves, which the kernel does not report
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))[0]
-        return kind != fcntl.F_UNLCK
+        # What is locked by ourselves, the kernel does not report.
+        return index == self.rank.index or byte_locks.is_locked(self.fd, index)
 
 
 class _Handler:

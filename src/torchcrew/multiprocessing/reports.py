@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from torchcrew.crew import hints
+from torchcrew.memory import libc
 
 __all__ = ("Failure", "Kind", "Report", "first", "loaded", "of_file")
 
@@ -99,9 +100,7 @@ class Report:
         if kind is None:
             kind = Kind.CONSEQUENCE if _says_peer_is_gone(error) else Kind.OWN
         data = text.encode("utf-8", "surrogatepass")
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self.fd, data[done:], _HEAD.size + done)
+        libc.write_all(self.fd, data, _HEAD.size)
         os.pwrite(self.fd, _HEAD.pack(moment, kind, len(data)), 0)
 
     def close(self) -> None:
