@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from torchcrew.channel.shared import share as share
     from torchcrew.channel.shared_sequences import SharedDict as SharedDict
     from torchcrew.channel.shared_sequences import SharedList as SharedList
-    from torchcrew.launch.device import device as device
+    from torchcrew.launcher.crew import Crew as Crew
+    from torchcrew.launcher.device import device as device
+    from torchcrew.launcher.identity import local_rank as local_rank
+    from torchcrew.launcher.identity import rank as rank
+    from torchcrew.launcher.identity import world_size as world_size
+    from torchcrew.launcher.launching import launch as launch
 
 __all__ = (
+    "Crew",
     "Pipe",
     "Queue",
     "SharedDict",
@@ -30,9 +36,13 @@ __all__ = (
     "data",
     "device",
     "errors",
+    "launch",
+    "local_rank",
     "memory",
     "multiprocessing",
+    "rank",
     "share",
+    "world_size",
 )
 
 __version__ = "0.1.0"
@@ -40,12 +50,17 @@ __version__ = "0.1.0"
 _SUBMODULES = frozenset({"data", "errors", "memory", "multiprocessing", "testing"})
 #: Functions and classes, by the module that has them.
 _ATTRIBUTES = {
+    "Crew": "torchcrew.launcher.crew",
     "Pipe": "torchcrew.channel.pipe",
     "Queue": "torchcrew.channel.queue",
     "SharedDict": "torchcrew.channel.shared_sequences",
     "SharedList": "torchcrew.channel.shared_sequences",
-    "device": "torchcrew.launch.device",
+    "device": "torchcrew.launcher.device",
+    "launch": "torchcrew.launcher.launching",
+    "local_rank": "torchcrew.launcher.identity",
+    "rank": "torchcrew.launcher.identity",
     "share": "torchcrew.channel.shared",
+    "world_size": "torchcrew.launcher.identity",
 }
 
 

@@ -4,7 +4,20 @@ import errno
 from concurrent.futures.process import BrokenProcessPool
 from queue import Empty
 
-__all__ = ("ArenaFull", "PeerDied", "PoolBroken", "QueueClosed", "TooManyDescriptors", "TorchcrewError", "WorkerDied")
+__all__ = (
+    "ArenaFull",
+    "CollectiveMismatch",
+    "HostFailed",
+    "PeerDied",
+    "PoolBroken",
+    "QueueClosed",
+    "RankDied",
+    "RankFailed",
+    "RanksStuck",
+    "TooManyDescriptors",
+    "TorchcrewError",
+    "WorkerDied",
+)
 
 
 class TorchcrewError(RuntimeError):
@@ -13,6 +26,14 @@ class TorchcrewError(RuntimeError):
 
 class ArenaFull(TorchcrewError, MemoryError):
     """A message needs more shared memory than the budget leaves; names the budget and the option that raises it."""
+
+
+class HostFailed(TorchcrewError):
+    """Another machine of a job failed, or is gone; says which one, and why where it has said so."""
+
+
+class CollectiveMismatch(TorchcrewError):
+    """Two ranks call different collectives where they must call the same one; names both, and where they are called."""
 
 
 class PeerDied(TorchcrewError, Empty, EOFError):
@@ -42,6 +63,29 @@ class TooManyDescriptors(TorchcrewError, OSError):
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
+
+
+class RankFailed(TorchcrewError):
+    """A rank failed: the cause of the exception that `launch` raises, or itself where that cannot be rebuilt here."""
+
+    rank: int | None = None
+    """Among the ranks of its job."""
+    pid: int | None = None
+    host: str | None = None
+    exitcode: int | None = None
+    """As `multiprocessing.Process.exitcode`; None for one that raised an exception."""
+    signal: str | None = None
+    """The name of the signal that ended it, like "SIGKILL"."""
+    stderr: tuple[str, ...] = ()
+    """The last lines that it wrote there."""
+
+
+class RankDied(RankFailed):
+    """A rank ended without having been asked to; says which one, how, and the last lines it wrote."""
+
+
+class RanksStuck(TorchcrewError, TimeoutError):
+    """No rank has made any progress for as long as ``timeout`` says; says where each of them is."""
 
 
 class WorkerDied(TorchcrewError, BrokenProcessPool):

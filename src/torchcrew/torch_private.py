@@ -9,8 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import types
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,14 +29,20 @@ __all__ = (
     "StockIterator",
     "allocate_batches_with",
     "dataloader_module",
+    "hook_collective",
+    "hook_model_steps",
     "keep_process_groups",
+    "leave_uncompiled",
     "profiler_enabled",
     "python_is_exiting",
     "rendezvous_handlers",
+    "replace_init_process_group",
+    "set_group_timeout",
     "shared_descriptor",
     "shared_storage",
     "stock_get_iterator",
     "swap_storages",
+    "watch_default_group",
 )
 
 
@@ -125,15 +134,15 @@ def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
     return handlers
 
 
-def keep_process_groups(kept: Callable[[Any], object]) -> None:
-    """Have ``kept`` called with every process group that this process makes from now on.
+def keep_process_groups(kept: Callable[[Any], object]) -> Callable[[], None]:
+    """Have ``kept`` called with every process group that this process makes from now on; the result ends that.
 
     Both `init_process_group` and `new_group` make theirs by the module's global ``_new_process_group_helper``.
     """
     module: Any = importlib.import_module("torch.distributed.distributed_c10d")
     stock = getattr(module, "_new_process_group_helper", None)
     if stock is None:
-        return
+        return lambda: None
 
     @functools.wraps(stock)
     def _new_process_group_helper(*args: Any, **options: Any) -> Any:
@@ -141,4 +150,174 @@ def keep_process_groups(kept: Callable[[Any], object]) -> None:
         kept(made[0])
         return made
 
+    def restore() -> None:
+        if module._new_process_group_helper is _new_process_group_helper:
+            module._new_process_group_helper = stock
+
     module._new_process_group_helper = _new_process_group_helper
+    return restore
+
+
+def replace_init_process_group(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Have `init_process_group` do what ``wrap(stock)`` does, also where its name has been imported already.
+
+    torch's function is a decorator's wrapper, whose cell ``func`` has what it calls. ``wrap`` gets that, and should
+    return a function with the same name. Where a release or somebody else has put another function in its place, the
+    names in torch's modules are bound anew instead.
+
+    Returns:
+        A function that puts stock's back.
+    """
+    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    outer = module.init_process_group
+    names = getattr(getattr(outer, "__code__", None), "co_freevars", ())
+    if "func" in names:
+        cell = outer.__closure__[names.index("func")]
+        stock = cell.cell_contents
+        ours = cell.cell_contents = wrap(stock)
+
+        def restore() -> None:
+            if cell.cell_contents is ours:
+                cell.cell_contents = stock
+
+        return restore
+
+    ours = wrap(outer)
+
+    def bind(new: Any, former: Any) -> None:
+        places: tuple[Any, ...] = (module, importlib.import_module("torch.distributed"))
+        for place in places:
+            if getattr(place, "init_process_group", None) is former:
+                place.init_process_group = new
+
+    bind(ours, outer)
+    return lambda: bind(outer, ours)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Give the default process group, and its store, the timeout that `init_process_group` would have given them."""
+    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    module._check_valid_timeout(timeout)
+    module._get_default_store().set_timeout(timeout)
+    with warnings.catch_warnings():  # backends that are neither NCCL nor gloo have none
+        warnings.simplefilter("ignore", UserWarning)
+        module._set_pg_timeout(timeout)
+
+
+def hook_collective(
+    name: str,
+    begin: Callable[[tuple[Any, ...], dict[str, Any]], object],
+    refused: Callable[[dict[str, Any]], object],
+    end: Callable[[dict[str, Any]], object],
+) -> Callable[[], None] | None:
+    """Have ``begin(args, kwargs)`` and ``end(kwargs)`` called around the function ``torch.distributed.<name>``.
+
+    These functions are decorated for logging: what programs have imported is a wrapper, which finds the function
+    itself in a cell of its closure. Exchanging what is in the cell reaches every program, whenever it has imported
+    the wrapper, and leaves the wrapper what it was to those who compare it (torch's compiler, coalescing).
+
+    Args:
+        begin: what it raises, the caller sees.
+        refused: called before ``end`` where the function finds its arguments wrong.
+        end: always called; with the very same dict.
+
+    Returns:
+        What undoes it; None where this torch has no such function, or has it undecorated.
+    """
+    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    wrapper = getattr(module, name, None)
+    if not isinstance(wrapper, types.FunctionType) or "func" not in wrapper.__code__.co_freevars:
+        return None
+    cell = (wrapper.__closure__ or ())[wrapper.__code__.co_freevars.index("func")]
+    stock = cell.cell_contents
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            begin(args, kwargs)
+            return stock(*args, **kwargs)
+        except (TypeError, ValueError):
+            refused(kwargs)
+            raise
+        finally:
+            end(kwargs)
+
+    # Warnings are given in the name of the caller's module: it must be torch's, as it is without this function.
+    names = {"__name__": wrapper.__globals__["__name__"], "__builtins__": __builtins__}
+    ours = types.FunctionType(hooked.__code__, names, stock.__name__, None, hooked.__closure__)
+    functools.update_wrapper(ours, stock)
+    leave_uncompiled(ours)
+    cell.cell_contents = ours
+
+    def undo() -> None:
+        if cell.cell_contents is ours:
+            cell.cell_contents = stock
+
+    return undo
+
+
+def hook_model_steps(before: Callable[[], object]) -> Callable[[], None] | None:
+    """Have ``before()`` called at each `DistributedDataParallel.forward`; what undoes it, or None without that class.
+
+    Importing torch has imported the class.
+    """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    model: Any = getattr(module, "DistributedDataParallel", None)
+    if model is None:
+        return None
+    stock = model.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        before()
+        return stock(self, *inputs, **kwargs)
+
+    leave_uncompiled(forward)
+    model.forward = forward
+
+    def undo() -> None:
+        if model.forward is forward:
+            model.forward = stock
+
+    return undo
+
+
+def watch_default_group(changed: Callable[[Any], object]) -> Callable[[], None] | None:
+    """Have ``changed(group)`` called when the default group is made or, with None, destroyed; what undoes it.
+
+    Both go through the module's global ``_update_default_pg``; None where this torch has none.
+    """
+    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = getattr(module, "_update_default_pg", None)
+    if stock is None:
+        return None
+
+    @functools.wraps(stock)
+    def _update_default_pg(pg: Any) -> None:
+        stock(pg)
+        changed(pg)
+
+    module._update_default_pg = _update_default_pg
+
+    def undo() -> None:
+        if module._update_default_pg is _update_default_pg:
+            module._update_default_pg = stock
+
+    return undo
+
+
+def leave_uncompiled(function: Any, recursive: bool = False) -> None:
+    """Have `torch.compile` run this function as it is: what it writes is no part of a graph, or would be a constant.
+
+    That is what ``torch.compiler.disable`` is for; but it imports the compiler, which takes longer than many programs.
+
+    Args:
+        recursive: also what the function calls. A torch before 2.7 tries to compile that, and gives it up.
+    """
+    function._torchdynamo_disable = True
+    compiler: Any = torch._C._dynamo.eval_frame
+    if hasattr(compiler, "_FrameExecStrategy"):
+        skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
+        strategy = compiler._FrameExecStrategy(skip, skip if recursive else default)
+        compiler.set_code_exec_strategy(function.__code__, strategy)
+    elif hasattr(compiler, "skip_code"):
+        compiler.skip_code(function.__code__)

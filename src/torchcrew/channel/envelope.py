@@ -63,12 +63,14 @@ class Packet(NamedTuple):
     number: int
     """Counts the packets of the mailbox, from 1; some are left out when a producer was killed."""
     payload: memoryview
-    """Writable, and nobody else's."""
+    """Writable, and nobody else's where the envelope was sent once."""
     fds: list[Passed]
 
 
 class Envelope:
-    """A message that fits in one packet, to be sent once; keeps what it refers to until it is forgotten.
+    """A message that fits in one packet; keeps what it refers to until it is forgotten.
+
+    It is to be sent once, or else taken as `private` by `open_packet`.
 
     Args:
         payload: bytes.
@@ -189,8 +191,12 @@ def receive_packet(sock: socket.socket, *, linger: bool = False) -> Any:
     return None if received is None else (buffer, received)
 
 
-def open_packet(received: Any) -> Packet:
+def open_packet(received: Any, *, private: bool = False) -> Packet:
     """Take apart what `receive_packet` returned.
+
+    Args:
+        received: what it returned.
+        private: the same envelope was sent to others, who shall not see what is written into this payload.
 
     Raises:
         EOFError: nobody can send any more.
@@ -208,7 +214,7 @@ def open_packet(received: Any) -> Packet:
     finally:
         _buffers.free.append(buffer)
     if in_memfd:
-        payload = _read_memfd(fds.pop(), in_memfd)
+        payload = _read_memfd(fds.pop(), in_memfd, private)
     if in_socket:
         fds = _from_socket(fds.pop(), in_socket)
     return Packet(number, payload, fds)
@@ -250,11 +256,11 @@ def _numbers(data: bytes) -> array.array[int]:
     return array.array("i", data[: len(data) - len(data) % 4])
 
 
-def _read_memfd(passed: Passed, nbytes: int) -> memoryview:
+def _read_memfd(passed: Passed, nbytes: int, private: bool) -> memoryview:
     """The payload, mapped: what is decoded from it copies it once."""
     fd = passed.detach()
     try:
-        address = libc.map_shared(fd, 0, nbytes)
+        address = libc.map_private(fd, nbytes) if private else libc.map_shared(fd, 0, nbytes)
     finally:
         os.close(fd)
     return memoryview(libc.view_of(address, nbytes)).cast("B")

@@ -22,7 +22,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -80,15 +80,21 @@ class Encoder:
     Args:
         writer: the blocks of the messages. None: everything travels inline, whatever its size.
         passes_fds: the transport passes descriptors: shared tensors and connections travel as such.
+        pickler: makes the pickler of a file, a buffer callback and a table of reducers; `pickle`'s if None.
     """
 
-    def __init__(self, writer: BlockWriter | None = None, *, passes_fds: bool = False) -> None:
+    def __init__(
+        self,
+        writer: BlockWriter | None = None,
+        *,
+        passes_fds: bool = False,
+        pickler: Callable[[IO[bytes], Callable[[pickle.PickleBuffer], Any], Any], pickle.Pickler] | None = None,
+    ) -> None:
         self._writer = writer
         #: The descriptors that belong to the last message.
         self.passed: list[Descriptor] = []
         self._found: list[torch.Tensor | pickle.PickleBuffer | Descriptor] = []
         self._file = io.BytesIO()
-        self._pickler = pickle.Pickler(self._file, 5, buffer_callback=self._buffer)
         self._others_ways = Reducers(self._pass if passes_fds else None)
         own = Reducers(self._pass if passes_fds else None)
         own |= {
@@ -97,7 +103,7 @@ class Encoder:
             torch.UntypedStorage: self._storage,
             np.ndarray: self._array,
         }
-        self._pickler.dispatch_table = own
+        self._pickler = (pickler or _plain_pickler)(self._file, self._buffer, own)
 
     def encode(self, obj: Any) -> Encoded:
         """Turn ``obj`` into a message; tensors that the writer already holds are not copied, all others once.
@@ -106,7 +112,6 @@ class Encoder:
             Exception: whatever pickling raises; nothing is on loan then.
             ArenaFull: the writer found no room.
         """
-        self.passed = []
         self.passed = []
         try:
             payload, found = self._walk(obj)
@@ -222,6 +227,12 @@ class Encoder:
         [(index, offset)] = writer.place([(ctypes.addressof(inner), len(inner))])
         header = pickle.dumps((None, (index, offset, len(inner)), writer.lend({*used, index})), 5)
         return Encoded(header, body)
+
+
+def _plain_pickler(file: IO[bytes], callback: Callable[[pickle.PickleBuffer], Any], table: Any) -> pickle.Pickler:
+    pickler = pickle.Pickler(file, 5, buffer_callback=callback)
+    pickler.dispatch_table = table
+    return pickler
 
 
 def _record_bytes(records: Sequence[Record | int]) -> int:

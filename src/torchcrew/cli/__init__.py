@@ -20,6 +20,8 @@ __all__ = ("COMMANDS", "app", "main")
 #: Subcommand -> its line in ``torchcrew --help``.
 COMMANDS = {
     "run": "Run an unmodified script or module with torchcrew under its DataLoaders and processes.",
+    "launch": "Run a script or module in several ranks, by torchrun's flags.",
+    "stacks": "Print the Python stacks of a running program's processes, and what its ranks wait for.",
     "demo": "Train a small network on real images, with stock's DataLoader and with ours, and compare.",
     "doctor": "Say what matters for multiprocessing on this machine, and what to do about it.",
 }

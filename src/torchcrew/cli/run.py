@@ -30,7 +30,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from torchcrew.cli import run_hook
-from torchcrew.cli.run_main import Program, ProgramNotFound, execute, find_module, find_script, without_our_frames
+from torchcrew.crew.program import Program, ProgramNotFound, execute, find_module, find_script, without_our_frames
 
 __all__ = ("CONTEXT_SETTINGS", "run_command")
 

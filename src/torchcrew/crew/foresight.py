@@ -8,14 +8,16 @@ A guess that is wrong costs the zygote that import, or the process its own.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torchcrew.torch_private import IMPORTED_BY_TRAINING
+__all__ = ("TRAINING", "expected_imports", "imports_of_program")
 
-__all__ = ("expected_imports",)
+#: A module that imports what training does: its name can be told to a zygote by a process that has no torch yet.
+TRAINING = "torchcrew.crew.training"
 
 #: The words by which a program's text shows that it trains.
 _TRAINS = re.compile(rb"\boptim\b|\bDistributedDataParallel\b|\btorch\.compile\b")
@@ -30,10 +32,33 @@ def expected_imports(objects: Iterable[Any]) -> tuple[str, ...]:
     Args:
         objects: the process's target and arguments.
     """
-    # This process has it if it has made an optimizer, which its children then use.
-    if IMPORTED_BY_TRAINING in sys.modules or any(_mentions_training(path) for obj in objects for path in _files(obj)):
-        return (IMPORTED_BY_TRAINING,)
+    if _has_trained() or any(_mentions_training(path) for obj in objects for path in _files(obj)):
+        return (TRAINING,)
     return ()
+
+
+def imports_of_program(name: str, module: bool = False) -> tuple[str, ...]:
+    """Return the modules that the zygote should have for processes that run a program.
+
+    Args:
+        name: a script, a folder with a ``__main__.py``, or with ``module`` the name of a module, which is looked for
+            but not imported.
+        module: see ``name``.
+    """
+    paths = [name, os.path.join(name, "__main__.py")]
+    if module:
+        bases = [os.path.join(folder, *name.split(".")) for folder in ("", *sys.path)]
+        paths = [path for base in bases for path in (f"{base}.py", os.path.join(base, "__main__.py"))]
+    return (TRAINING,) if any(os.path.isfile(path) and _mentions_training(path) for path in paths) else ()
+
+
+def _has_trained() -> bool:
+    """Whether this process has made an optimizer, which its children then use."""
+    if "torch" not in sys.modules:
+        return False
+    from torchcrew.torch_private import IMPORTED_BY_TRAINING
+
+    return IMPORTED_BY_TRAINING in sys.modules
 
 
 def _files(obj: Any) -> Iterator[str]:

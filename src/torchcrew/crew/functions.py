@@ -13,6 +13,7 @@ nor anything where there is no script to import. The rules here are those of `mu
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import functools
 import io
@@ -22,14 +23,14 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import process
 from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
 
 import cloudpickle
 
-__all__ = ("Pickler", "Portable", "by_reference", "dump", "dumps", "without_missing_script")
+__all__ = ("Pickler", "Portable", "by_reference", "dump", "dumps", "is_guarded", "without_missing_script")
 
 _MAIN = ("__main__", "__mp_main__")
 #: cloudpickle would send an open file as its contents, and a memoryview as bytes; stock's error is better than that.
@@ -55,8 +56,7 @@ def dump(obj: Any, file: IO[bytes]) -> None:
         # Not cloudpickle's, which makes another error of a recursion that is too deep.
         pickle.Pickler.dump(pickler, obj)
     except Exception as error:
-        if pickler.by_value:
-            _add_note(error, pickler.by_value)
+        pickler.explain(error)
         raise
     finally:
         _dumping.depth = before
@@ -82,16 +82,35 @@ def without_missing_script(preparation: dict[str, Any]) -> dict[str, Any]:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles for a process on this machine that has the same modules and imports the same script."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        """Write to ``file``; `by_value` names what was found to travel so."""
+    def __init__(
+        self,
+        file: IO[bytes],
+        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+        reducers: Mapping[type, Any] | None = None,
+    ) -> None:
+        """Write to ``file``; `by_value` names what was found to travel so.
+
+        Args:
+            file: takes the pickle.
+            buffer_callback: as `pickle.Pickler`'s.
+            reducers: of a transport of its own, in place of those that serve while a process starts.
+        """
         forking: Any = ForkingPickler
-        table = {**cloudpickle.Pickler.dispatch_table, **forking._copyreg_dispatch_table, **forking._extra_reducers}
+        table = dict(cloudpickle.Pickler.dispatch_table)
         for left in _LEFT_TO_STOCK:
             table.pop(left, None)
         table[types.CodeType] = functools.partial(_reduce_code, table[types.CodeType])
-        self.dispatch_table = table  # before the next line, which reads it once
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        if reducers is None:
+            reducers = {**forking._copyreg_dispatch_table, **forking._extra_reducers}
+        # Before the next line, which reads it once.
+        self.dispatch_table = collections.ChainMap(reducers, table)  # type: ignore[arg-type]
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
         self.by_value: list[str] = []
+
+    def explain(self, error: BaseException) -> None:
+        """Say in the traceback of an error of `dump` what travelled by value, and what to do."""
+        if self.by_value:
+            _add_note(error, self.by_value)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce functions and classes that must travel by value; pickle does the rest."""
@@ -197,6 +216,11 @@ def _defines(script: str, name: str) -> bool:
     except OSError:
         return True  # no source to look at; the new process will say what it does not find
     return _source_defines(script, status.st_mtime_ns, name)
+
+
+def is_guarded(script: str, name: str) -> bool:
+    """Whether a script makes a name under its main guard alone."""
+    return os.path.isfile(script) and not _defines(script, name)
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from multiprocessing import process
 
 from torchcrew.channel.sockets import QuietSocket, seqpacket_pair
+from torchcrew.crew import stacks
 from torchcrew.crew.guardian_main import IGNORED, MESSAGE, is_dead
 
 __all__ = ("descriptors", "forget", "grace", "no_forks", "pid", "watch")
@@ -136,6 +137,8 @@ class _State:
             self.link = None
             link.retire()
         self.link = link = _start()
+        if not stacks.descriptors():
+            stacks.offer("the user's process")  # who looks at its workers wants to see it, too
         for pid, known in self.watched.items():
             if not is_dead(known.pidfd):
                 link.send(b"W", pid, known.pidfd)

@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 
-__all__ = ("MESSAGE", "main")
+__all__ = ("IGNORED", "MESSAGE", "is_dead", "main", "signal_group")
 
 #: Kind (`b"W"` watch, `b"F"` forget) and pid.
 MESSAGE = struct.Struct("<ci")
@@ -92,7 +92,7 @@ class Guardian:
         if fds:
             self.workers[pid] = fds[0]
             if self.stopped:
-                self.signal_group(pid, fds[0], signal.SIGSTOP)
+                signal_group(pid, fds[0], signal.SIGSTOP)
 
     def drop(self, pid: int) -> None:
         """Forget a worker, if it is known."""
@@ -119,20 +119,26 @@ class Guardian:
     def signal_all(self, signum: int) -> None:
         """Signal every worker and everything in its process group."""
         for pid, pidfd in self.workers.items():
-            self.signal_group(pid, pidfd, signum)
+            signal_group(pid, pidfd, signum)
 
-    def signal_group(self, pid: int, pidfd: int, signum: int) -> None:
-        """Signal the group of one worker, and the worker itself in case it is not yet the leader of a group."""
-        try:
-            signal.pidfd_send_signal(pidfd, signum, None, PIDFD_SIGNAL_PROCESS_GROUP)
-        except ProcessLookupError:
-            pass
-        except OSError:  # an older kernel
-            # The number is the worker's as long as it lives, and the group's only then for certain.
-            if not is_dead(pidfd):
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, signum)
-        with contextlib.suppress(OSError):
+
+def signal_group(pid: int, pidfd: int, signum: int) -> None:
+    """Signal the group of one worker, and the worker itself in case it is not yet the leader of a group.
+
+    It gets the signal once: a second Ctrl-C would interrupt what it does about the first. What is left of the group of
+    a worker that is gone gets it, too, from Linux 6.9 on.
+    """
+    try:
+        signal.pidfd_send_signal(pidfd, signum, None, PIDFD_SIGNAL_PROCESS_GROUP)
+    except ProcessLookupError:
+        pass
+    except OSError:  # an older kernel
+        # The number is the worker's as long as it lives, and the group's only then for certain.
+        if not is_dead(pidfd):
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signum)
+    with contextlib.suppress(OSError):
+        if is_dead(pidfd) or os.getpgid(pid) != pid:
             signal.pidfd_send_signal(pidfd, signum)
 
 

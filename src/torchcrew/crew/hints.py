@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torchcrew.crew import functions
+
 __all__ = ("explain",)
 
 #: What torch says when a program asks for a GPU and there is none: a build without CUDA, no driver, no device.
@@ -38,6 +40,8 @@ _ADVICE = (
 
 def explain(error: BaseException) -> str:
     """Return a sentence to add to an error's text, without a line break at its end; "" when there is nothing to say."""
+    if isinstance(error, NameError):
+        return _explain_name(error)
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""
@@ -52,3 +56,19 @@ def explain(error: BaseException) -> str:
             'no device_ids for DistributedDataParallel, and the backend "gloo".'
         )
     return ""
+
+
+def _explain_name(error: NameError) -> str:
+    """A worker has not run what stands under the script's main guard."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = getattr(error, "name", None)
+    if frame is None or not name or frame.tb_frame.f_globals.get("__name__") not in ("__main__", "__mp_main__"):
+        return ""
+    if not functions.is_guarded(frame.tb_frame.f_code.co_filename, name):
+        return ""
+    return (
+        f'{name!r} is set under `if __name__ == "__main__":`, which only the process that was started first runs: '
+        "pass it as an argument, or set it outside of that block."
+    )

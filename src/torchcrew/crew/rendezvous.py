@@ -1,11 +1,14 @@
-"""A meeting place for the ranks of one `spawn`: `init_process_group` without an address, and without a port.
+"""A meeting place for the ranks of one `spawn` or `launch`: `init_process_group` without a port.
 
     parent                                     rank i
     Rendezvous                                 attend(): lock on byte i of `presence`; the "env" handler is ours
       store     memfd ── inherited ──────────►   init_process_group(backend, rank=…, world_size=…)
-      presence  memfd ── inherited ──────────►     │ MASTER_ADDR or MASTER_PORT is set: stock's handler, untouched
+      presence  memfd ── inherited ──────────►     │ the user's MASTER_ADDR or MASTER_PORT: stock's handler, untouched
     closes its copies when all have started        └ else: FileStore on the memfd, below a prefix of this meeting;
                                                       wait until all have arrived
+
+    ranks of several hosts, or of another launcher: attend_at(address): stock's store at that address, below a prefix of
+    each meeting. Without it a second group finds what the first has left there.
 
 Owner      the kernel frees both memfds with the last rank. No name, no port, nothing that another program could use;
            two spawns at a time have two stores.
@@ -17,9 +20,11 @@ Death      a rank's lock goes with it. Who waits for ranks that are gone without
 from __future__ import annotations
 
 import collections
+import ctypes
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import reduction
 from typing import Any
@@ -31,7 +36,7 @@ from torchcrew import torch_private
 from torchcrew.crew.rank import Rank
 from torchcrew.memory import byte_locks
 
-__all__ = ("Rendezvous",)
+__all__ = ("Rendezvous", "attend_at", "is_loopback", "keep_groups_for_ever", "same_address")
 
 #: How often a rank looks whether the others have arrived, in seconds.
 POLL = 0.005
@@ -51,6 +56,7 @@ Answer = tuple[Any, int, int]
 #: which a `DistributedDataParallel` was the last to have the group, it waits for ever. One that has seen others come
 #: and go has no operation left; the process itself ends without destructors.
 _groups: collections.deque[Any] = collections.deque(maxlen=8)
+_stop_keeping: Callable[[], None] | None = None
 
 
 class Rendezvous:
@@ -73,13 +79,79 @@ class Rendezvous:
         os.close(self.store)
         os.close(self.presence)
 
-    def attend(self, rank: Rank) -> None:
-        """Be this rank from now on, and answer `init_process_group` where the user gave no address."""
+    def attend(self, rank: Rank, address: tuple[str, int] | None = None) -> Callable[[], None]:
+        """Be this rank from now on, and answer `init_process_group` where the user gave no address.
+
+        Args:
+            rank: which one.
+            address: what MASTER_ADDR and MASTER_PORT may say without being an address of the user's.
+
+        Returns:
+            A function that gives up this place, for tests.
+        """
         presence = _Presence(self.presence, rank)
-        if torch.distributed.is_available():
-            handlers = torch_private.rendezvous_handlers()
-            handlers["env"] = _Handler(handlers["env"], self.store, presence)
-            torch_private.keep_process_groups(_groups.append)
+        restore = _answer_with(lambda stock: _Handler(stock, address, self.store, presence))
+
+        def leave() -> None:
+            restore()
+            os.close(presence.fd)
+
+        return leave
+
+
+def attend_at(address: tuple[str, int]) -> Callable[[], None]:
+    """Answer `init_process_group` by stock's store at this address, with room of its own for each meeting.
+
+    All ranks of the job have to do so. Where the environment says another address when a group is made, the answer is
+    stock's alone.
+
+    Args:
+        address: what MASTER_ADDR and MASTER_PORT say.
+
+    Returns:
+        A function that undoes it, for tests.
+    """
+    return _answer_with(lambda stock: _HandlerAtAddress(stock, address))
+
+
+def keep_groups_for_ever() -> None:
+    """Have the groups of this process outlive the interpreter that ends: their destructors could wait for its lock."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_groups))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name means this machine whatever its network is."""
+    return host == "localhost" or host.startswith("127.")
+
+
+def same_address(host: str | None, port: str | None, address: tuple[str, int] | None) -> bool:
+    """Whether a host and a port, as the environment has them, are that address."""
+    if address is None or not host or port is None or port.strip() != str(address[1]):
+        return False
+    return host == address[0] or (is_loopback(host) and is_loopback(address[0]))
+
+
+def _answer_with(handler: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace torch's handler of ``env://``; the result puts it back."""
+    global _stop_keeping
+    if not torch.distributed.is_available():
+        return lambda: None
+    handlers = torch_private.rendezvous_handlers()
+    stock = handlers["env"]
+    ours = handlers["env"] = handler(stock)
+    keeps = _stop_keeping is None
+    if keeps:
+        _stop_keeping = torch_private.keep_process_groups(_groups.append)
+
+    def restore() -> None:
+        global _stop_keeping
+        if handlers["env"] is ours:
+            handlers["env"] = stock
+        if keeps and _stop_keeping is not None:
+            _stop_keeping()
+            _stop_keeping = None
+
+    return restore
 
 
 def _arrive(store: Any, presence: Any) -> Rendezvous:
@@ -113,32 +185,112 @@ class _Presence:
         return index == self.rank.index or byte_locks.is_locked(self.fd, index)
 
 
-class _Handler:
+class _Answers:
     """What torch asks for a store, a rank and a size where the program says ``env://``, or nothing."""
 
-    def __init__(self, stock: Any, store: int, presence: _Presence) -> None:
+    #: What is set in the environment while groups are made here.
+    settings = _VARIABLES
+
+    def __init__(self, stock: Any, address: tuple[str, int] | None) -> None:
         self.stock = stock
-        self.path = f"/proc/self/fd/{store}"
-        self.presence = presence
-        self.rank = presence.rank
+        self.address = address
         self.dist: Any = torch.distributed  # its type hints leave out the stores
         self.variables: set[str] = set()  # that we have set
 
     def __call__(self, url: str, **options: Any) -> Iterator[Answer]:
         """Answer as torch's own handler does: yield the triplet, once."""
-        rank, size = self.asked(url)
-        if os.environ.get("MASTER_ADDR") or os.environ.get("MASTER_PORT") or not self.could_meet(rank, size):
+        if not self.is_ours(url):
             for name in self.variables:  # ours must not keep the user's group on this machine
                 os.environ.pop(name, None)
             self.variables.clear()
             yield from self.stock(url, **options)
             return
-        for name, value in _VARIABLES.items():
+        for name, value in self.settings.items():
             if name not in os.environ:
                 os.environ[name] = value
                 self.variables.add(name)
-        yield self.meet(rank, size, options.get("timeout") or DEFAULT_TIMEOUT), rank, size
-        raise RuntimeError("the ranks of a spawn cannot meet a second time by the same rendezvous")
+        yield self.answer(url, options)
+        raise RuntimeError("the ranks cannot meet a second time by the same rendezvous")
+
+    def is_ours(self, url: str) -> bool:
+        """Whether we answer, and not stock."""
+        raise NotImplementedError
+
+    def answer(self, url: str, options: dict[str, Any]) -> Answer:
+        """Store, rank and size."""
+        raise NotImplementedError
+
+
+class _HandlerAtAddress(_Answers):
+    """By stock's store at an address that all ranks have."""
+
+    def __init__(self, stock: Any, address: tuple[str, int]) -> None:
+        super().__init__(stock, address)
+        if not is_loopback(address[0]):
+            self.settings = {name: value for name, value in _VARIABLES.items() if name != "GLOO_SOCKET_IFNAME"}
+        self.stores: list[Any] = []  # one may have the server, which has to outlive the groups
+
+    def is_ours(self, url: str) -> bool:
+        return same_address(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), self.address)
+
+    def answer(self, url: str, options: dict[str, Any]) -> Answer:
+        """The n-th process that comes as a rank of a group of some size takes part in the n-th meeting of that size."""
+        if not self.stores:
+            self.serve_on_loopback(url, options)
+        store, rank, size = next(self.stock(url, **options))
+        self.stores[1:] = [store]
+        # An agent's store may be the same after a restart, when not all ranks have come equally often.
+        base = self.dist.PrefixStore(f"torchcrew/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        meeting = base.add(f"{size}/rank/{rank}", 1)
+        return self.dist.PrefixStore(f"{size}/{meeting}", base), rank, size
+
+    def serve_on_loopback(self, url: str, options: dict[str, Any]) -> None:
+        """Have rank 0's server listen for this machine only, if nobody else needs it: stock's listens everywhere.
+
+        Stock's own store then finds this server under its port.
+        """
+        assert self.address is not None
+        host, port = self.address
+        rank = dict(parse_qsl(urlparse(url).query)).get("rank") or os.environ.get("RANK")
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if rank != "0" or agent or not is_loopback(host) or os.environ.get("USE_LIBUV", "1") != "1":
+            self.stores.append(None)
+            return
+        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        timeout = options.get("timeout") or DEFAULT_TIMEOUT
+        server = self.dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+        self.stores.append(server)
+
+
+class _Handler(_Answers):
+    """By a file in memory that all ranks have inherited."""
+
+    def __init__(self, stock: Any, address: tuple[str, int] | None, store: int, presence: _Presence) -> None:
+        super().__init__(stock, address)
+        self.path = f"/proc/self/fd/{store}"
+        self.presence = presence
+        self.rank = presence.rank
+
+    def is_ours(self, url: str) -> bool:
+        """Not where the user gave an address, or means more ranks than there are."""
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if host or port:
+            return same_address(host, port, self.address)
+        return self.could_meet(*self.asked(url))
+
+    def answer(self, url: str, options: dict[str, Any]) -> Answer:
+        rank, size = self.asked(url)
+        if not self.could_meet(rank, size):  # the address is ours, where stock would wait for ranks that do not exist
+            raise ValueError(f"rank {rank} of a group of {size}: only {self.rank.count} ranks were started")
+        return self.meet(rank, size, options.get("timeout") or DEFAULT_TIMEOUT), rank, size
 
     def asked(self, url: str) -> tuple[int, int]:
         """Rank and size as given, else as in the environment, else those of the spawn."""

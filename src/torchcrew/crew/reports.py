@@ -29,7 +29,7 @@ from typing import Any
 from torchcrew.crew import hints
 from torchcrew.memory import libc
 
-__all__ = ("Failure", "Kind", "Report", "first", "loaded", "of_file")
+__all__ = ("Failure", "Kind", "Report", "first", "loaded", "of_file", "says_peer_is_gone")
 
 
 class Kind(enum.IntEnum):
@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
     """The function raised an exception that says a peer is gone; whoever that was failed before."""
 
 
-_HEAD = struct.Struct("<qqq")  # moment, kind, length of the text
+_HEAD = struct.Struct("<qqqq")  # moment, kind, lengths of the text and of the pickle
 
 #: Types and texts of exceptions by which a rank learns that another one is gone.
 _GONE_TYPES = (ConnectionError, EOFError)
@@ -67,6 +67,8 @@ class Failure:
     """`time.monotonic_ns`, which is the same clock in all processes of a machine."""
     kind: Kind
     text: str
+    pickled: bytes = b""
+    """The exception itself, where its rank has sent it."""
 
 
 class Report:
@@ -86,22 +88,28 @@ class Report:
         head = os.pread(self.fd, _HEAD.size, 0)
         if len(head) < _HEAD.size or not any(head):
             return None
-        moment, kind, length = _HEAD.unpack(head)
+        moment, kind, length, pickled = _HEAD.unpack(head)
         text = os.pread(self.fd, length, _HEAD.size)
-        return Failure(moment, Kind(kind), text.decode("utf-8", "surrogatepass"))
+        return Failure(
+            moment, Kind(kind), text.decode("utf-8", "surrogatepass"), os.pread(self.fd, pickled, _HEAD.size + length)
+        )
 
-    def write(self, error: BaseException, kind: Kind | None = None) -> None:
-        """Write, as a rank, what it failed with."""
-        moment = time.monotonic_ns()
+    def write(
+        self, error: BaseException, kind: Kind | None = None, pickled: bytes = b"", moment: int | None = None
+    ) -> None:
+        """Write, as a rank, what it failed with, and when (now); ``pickled`` goes along as it is."""
+        moment = time.monotonic_ns() if moment is None else moment
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        hint = hints.explain(error)
+        hint = ""
+        with contextlib.suppress(Exception):  # an exception whose text is an error
+            hint = hints.explain(error)
         if hint:
             text += f"\n{hint}\n"
         if kind is None:
-            kind = Kind.CONSEQUENCE if _says_peer_is_gone(error) else Kind.OWN
+            kind = Kind.CONSEQUENCE if says_peer_is_gone(error) else Kind.OWN
         data = text.encode("utf-8", "surrogatepass")
-        libc.write_all(self.fd, data, _HEAD.size)
-        os.pwrite(self.fd, _HEAD.pack(moment, kind, len(data)), 0)
+        libc.write_all(self.fd, data + pickled, _HEAD.size)
+        os.pwrite(self.fd, _HEAD.pack(moment, kind, len(data), len(pickled)), 0)
 
     def close(self) -> None:
         """Free it. Done by itself with the last reference, too."""
@@ -148,7 +156,7 @@ def of_file(path: str) -> Failure | None:
         return Failure(0, Kind.OWN, pickle.load(file))
 
 
-def _says_peer_is_gone(error: BaseException) -> bool:
+def says_peer_is_gone(error: BaseException) -> bool:
     """Whether an exception, or one that it came from, is how a rank learns of another one's end."""
     seen: set[int] = set()
     this: BaseException | None = error
@@ -156,8 +164,9 @@ def _says_peer_is_gone(error: BaseException) -> bool:
         seen.add(id(this))
         if isinstance(this, _GONE_TYPES) or type(this).__name__ in _GONE_NAMES:
             return True
-        if isinstance(this, (RuntimeError, OSError)) and any(words in str(this) for words in _GONE_TEXTS):
-            return True
+        with contextlib.suppress(Exception):  # it may have no text
+            if isinstance(this, (RuntimeError, OSError)) and any(words in str(this) for words in _GONE_TEXTS):
+                return True
         this = this.__cause__ or (None if this.__suppress_context__ else this.__context__)
     return False
 

@@ -110,6 +110,22 @@ class ThreadPools:
         if torch is not None:
             torch.get_num_threads()  # the first question makes torch ask OpenMP and MKL, for this thread
 
+    def apply_environment(self) -> None:
+        """Give OpenMP and torch what ``OMP_NUM_THREADS`` says now, whatever they have. Starts no thread."""
+        asked = _first_number("OMP_NUM_THREADS")
+        torch = sys.modules.get("torch")
+        if asked and torch is not None:
+            torch.set_num_threads(asked)
+        for library in self._openmp if asked else ():
+            library.omp_set_num_threads(asked)
+
+    def limit(self) -> None:
+        """Give all pools of this process, OpenBLAS's too, what ``OMP_NUM_THREADS`` says, whatever they have."""
+        self.apply_environment()
+        asked = _first_number("OPENBLAS_NUM_THREADS") or _first_number("OMP_NUM_THREADS")
+        for _, put in self._blas if asked else ():
+            put(asked)
+
     def apply(self) -> None:
         """Give all threads of this process what this one was given or has set itself, and OpenBLAS its number.
 

@@ -32,18 +32,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import connection, popen_fork, process, reduction, spawn
 from multiprocessing import context as _typed_context
 from multiprocessing import util as _typed_util
 from multiprocessing.context import BaseContext
+from types import MappingProxyType
 from typing import Any
 
 from torchcrew.crew import guardian
 from torchcrew.crew.functions import without_missing_script
 from torchcrew.crew.situation import Situation
 from torchcrew.crew.zygote_servers import COLD_TIMEOUT, Gone, Zygotes, script_of, to_memory, tracker_fd
-from torchcrew.crew.zygote_wire import EXIT_CODE, StartRequest, inherited_fds
+from torchcrew.crew.zygote_wire import ENVIRON, EXIT_CODE, StartRequest, inherited_fds
 
 __all__ = (
     "Popen",
@@ -180,6 +181,7 @@ class Popen(popen_fork.Popen):
 
     def _launch(self, process_obj: process.BaseProcess) -> None:
         preparation = without_missing_script(spawn.get_preparation_data(process_obj.name))
+        preparation[ENVIRON] = dict(getattr(process_obj, "environ", ()))
         situation = Situation.capture()
         buffer = io.BytesIO()
         context.set_spawning_popen(self)
@@ -221,10 +223,10 @@ class Popen(popen_fork.Popen):
             kept.pop_all()
         self.pid, self.sentinel, self._status = value, sentinel, status_r
         self.finalizer = util.Finalize(self, util.close_fds, (sentinel, status_r))
-        os.write(go_w, b"G")
-        os.close(go_w)
+        # A child that died before it was let go, or had read all, says so by its exit code.
+        with contextlib.suppress(BrokenPipeError), open(go_w, "wb", buffering=0) as go:
+            go.write(b"G")
         if feed is not None:
-            # A child that died before it had read all says so by its exit code.
             with contextlib.suppress(BrokenPipeError), open(feed, "wb") as pipe:
                 pipe.write(buffer.getbuffer())
 
@@ -250,6 +252,8 @@ class ZygoteProcess(process.BaseProcess):
     """A process started from the zygote; like a spawned one in everything but the time it takes."""
 
     _start_method = "zygote"
+    #: Variables of the child's environment in addition to this process's; set before `start`.
+    environ: Mapping[str, str] = MappingProxyType({})
 
     @staticmethod
     def _Popen(process_obj: process.BaseProcess) -> Popen:

@@ -29,11 +29,11 @@ from multiprocessing import process, resource_tracker, spawn
 from multiprocessing import util as _typed_util
 from typing import Any, NoReturn
 
-from torchcrew.crew import zygote_wire
+from torchcrew.crew import stacks, zygote_wire
 from torchcrew.crew.guardian_main import is_dead
 from torchcrew.crew.situation import Situation, ThreadPools
 from torchcrew.crew.zygote_script import renew_generators
-from torchcrew.crew.zygote_wire import StartRequest
+from torchcrew.crew.zygote_wire import ENVIRON, StartRequest
 
 __all__ = ("Heritage", "be", "join_group", "may_go", "set_comm", "set_tracker")
 
@@ -132,6 +132,7 @@ def _run(request: StartRequest, heritage: Heritage) -> int:
         process_object = _load(request.payload, heritage)
     finally:
         del process.current_process()._inheriting  # type: ignore[attr-defined]
+    stacks.offer(process_object.name, process_object._parent_pid)
     code: int = process_object._bootstrap(heritage.user)
     return code
 
@@ -140,12 +141,17 @@ def _load(payload: int, heritage: Heritage) -> Any:
     """Prepare for the process object, and unpickle it."""
     with open(payload, "rb") as file:
         situation, preparation = pickle.load(file)
+        stacks.offer(preparation["name"])  # what follows may hang: it imports the user's modules
+        environ = preparation.pop(ENVIRON)
         if heritage.mask is None:
             heritage.take_over(situation)
         else:  # the script was imported in the same situation; what it changed then shall stay
             resource.setrlimit(resource.RLIMIT_NOFILE, heritage.nofile)
             signal.pthread_sigmask(signal.SIG_SETMASK, heritage.mask)
             preparation = {key: preparation[key] for key in _PERSONAL if key in preparation}
+        if environ:
+            os.environ.update(environ)
+            heritage.pools.apply_environment()
         heritage.pools.apply()
         spawn.prepare(preparation)
         return pickle.load(file)

@@ -29,7 +29,7 @@ from torchcrew.channel.sockets import QuietSocket, seqpacket_pair
 from torchcrew.crew import guardian
 from torchcrew.crew.guardian_main import IGNORED, is_dead
 from torchcrew.crew.situation import Situation
-from torchcrew.crew.zygote_wire import HEADER, receive, send
+from torchcrew.crew.zygote_wire import ENVIRON, HEADER, receive, send
 
 __all__ = ("COLD_TIMEOUT", "Gone", "MainServer", "Server", "Zygotes", "script_of", "to_memory", "tracker_fd")
 
@@ -301,7 +301,7 @@ def to_memory(data: bytes | memoryview) -> int:
 
 def _shared(preparation: dict[str, Any]) -> dict[str, Any]:
     """What is the same for all processes of a script."""
-    return {name: value for name, value in preparation.items() if name not in ("name", "authkey")}
+    return {name: value for name, value in preparation.items() if name not in ("name", "authkey", ENVIRON)}
 
 
 def _key(situation: Situation, preparation: dict[str, Any]) -> str:

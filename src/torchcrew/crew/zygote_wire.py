@@ -22,10 +22,12 @@ import socket
 import struct
 from dataclasses import dataclass
 
-__all__ = ("EXIT_CODE", "FDS_PER_PACKET", "HEADER", "StartRequest", "inherited_fds", "receive", "send")
+__all__ = ("ENVIRON", "EXIT_CODE", "FDS_PER_PACKET", "HEADER", "StartRequest", "inherited_fds", "receive", "send")
 
 #: Kind, number of the request, a value (pid, errno, flags of the request), number of descriptors in all.
 HEADER = struct.Struct("<cQqI")
+#: In the preparation data, variables of this one process's environment.
+ENVIRON = "torchcrew_environ"
 #: What the pipe of a child's exit code carries.
 EXIT_CODE = struct.Struct("<q")
 #: The kernel takes 253 descriptors at a time; more follow in further packets.

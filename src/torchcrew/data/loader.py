@@ -23,8 +23,9 @@ class DataLoader(torch.utils.data.DataLoader[T]):
     them, also after the loader is closed. When the user holds all shared memory of the budget, the next batch raises
     `torchcrew.errors.ArenaFull`; while the user is only slow, the workers wait.
 
+    Everything up to ``in_order`` is stock's, positional and keyword.
+
     Args:
-        dataset ... in_order: as stock's, positional and keyword.
         multiprocessing_context: stock's values, or ``"zygote"``: workers are forked from one process that has torch
             and this script's modules imported; they start in milliseconds and see what spawned processes see.
         memory_budget: bytes (or "2GB", "512MiB") of shared memory that the batches of one iterator may take: those

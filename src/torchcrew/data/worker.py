@@ -28,6 +28,7 @@ from typing import Any
 from torchcrew import torch_private
 from torchcrew.channel.packets import IndexReceiver, Sender
 from torchcrew.channel.writer import PLACE_MIN, BlockWriter
+from torchcrew.crew import stacks
 from torchcrew.crew.board import Board, State, WorkerCounters
 from torchcrew.data.room import Room
 from torchcrew.memory import libc
@@ -205,6 +206,7 @@ def main(ends: WorkerEnds, target: Callable[..., None], args: tuple[Any, ...]) -
             os._exit(1)
     for resource in ends.inherited:
         resource.close()
+    stacks.offer(f"loader worker {ends.number}", ends.user)
     worker = Worker(ends)
     torch_private.allocate_batches_with(worker.writer.new_shared, PLACE_MIN)
     made = {End.INDICES: _IndexEnd(worker), End.RESULTS: _ResultEnd(worker), End.DONE: _DoneEnd(ends.board)}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-from torchcrew.crew import rank
+from torchcrew.launcher import identity
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +42,4 @@ def device() -> torch.device:
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", _local_rank() % torch.cuda.device_count())
-
-
-def _local_rank() -> int:
-    """The number of this process among those of this machine."""
-    text = os.environ.get("LOCAL_RANK")
-    if text:
-        if not text.strip().isdecimal():
-            raise ValueError(f"the environment variable LOCAL_RANK should be a number from 0 on, but is {text!r}")
-        return int(text)
-    own = rank.current()
-    return own.index if own is not None else 0
+    return torch.device("cuda", identity.local_rank() % torch.cuda.device_count())

@@ -11,7 +11,18 @@ import os
 import weakref
 from typing import Any
 
-__all__ = ("PAGE", "copy", "map_read_only", "map_shared", "punch", "set_death_signal", "unmap", "view_of", "write_all")
+__all__ = (
+    "PAGE",
+    "copy",
+    "map_private",
+    "map_read_only",
+    "map_shared",
+    "punch",
+    "set_death_signal",
+    "unmap",
+    "view_of",
+    "write_all",
+)
 
 PAGE = mmap.PAGESIZE
 _MADV_DONTDUMP = 16
@@ -44,6 +55,20 @@ def map_shared(fd: int, offset: int, nbytes: int) -> int:
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     _check(address == _MAP_FAILED, f"mapping {nbytes} bytes of shared memory")
     # Without this a process that aborts writes the whole sparse mapping into its core: gigabytes and seconds.
+    _libc.madvise(address, nbytes, _MADV_DONTDUMP)
+    return int(address)
+
+
+def map_private(fd: int, nbytes: int) -> int:
+    """Map the first ``nbytes`` of ``fd`` such that what is written here nobody else sees; returns the address.
+
+    The pages are the file's until they are written. The file shall not change any more.
+
+    Raises:
+        OSError: the kernel refuses (ENOMEM: address space, as under ``ulimit -v``).
+    """
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    _check(address == _MAP_FAILED, f"mapping {nbytes} bytes of shared memory")
     _libc.madvise(address, nbytes, _MADV_DONTDUMP)
     return int(address)
 

@@ -20,7 +20,7 @@ from multiprocessing import context as _typed
 from multiprocessing import process
 from typing import Any, ClassVar
 
-from torchcrew.crew import zygote
+from torchcrew.crew import stacks, zygote
 from torchcrew.multiprocessing import children, popen
 
 __all__ = (
@@ -50,7 +50,7 @@ def _ours(module: str, name: str) -> Any:
 
 
 class _Watched(process.BaseProcess):
-    """Reading the exit code is noticed: a child that failed was looked at then."""
+    """Reading the exit code is noticed: a child that failed was looked at then. The process offers its stacks."""
 
     _exit_code_is_watched: ClassVar = True
 
@@ -61,6 +61,10 @@ class _Watched(process.BaseProcess):
         if code is not None:
             children.seen(self)
         return code
+
+    def _bootstrap(self, parent_sentinel: Any = None) -> Any:
+        stacks.offer(self.name, self._parent_pid)  # type: ignore[attr-defined]
+        return super()._bootstrap(parent_sentinel)  # type: ignore[misc]
 
 
 class Process(_Watched, _typed.Process):

@@ -31,6 +31,7 @@ from typing import Any
 from torchcrew.channel.envelope import FULL_ERRORS, HEAD, Envelope, load_packet, open_packet, receive_packet
 from torchcrew.channel.sharing import SharingEncoder
 from torchcrew.channel.sockets import seqpacket_pair
+from torchcrew.crew import stacks
 from torchcrew.memory import libc
 from torchcrew.memory.arena import make_memfd
 
@@ -127,6 +128,7 @@ def work(
     """
     gc.freeze()  # a forked worker need not look through its parent's objects, nor copy their pages for it
     link.keep_workers_ends()
+    stacks.offer(f"pool worker {slot}")
     worker = _Worker(link, slot, wrap_exception)
     try:
         worker.start(initializer, initargs)

@@ -93,7 +93,8 @@ def Value(typecode_or_type: Any, *args: Any, lock: Any = True, ctx: Any = None) 
     """A ctypes object in shared memory, with a lock; ``value`` reads and writes it.
 
     Args:
-        typecode_or_type, args: as for `RawValue`.
+        typecode_or_type: as for `RawValue`.
+        args: the same.
         lock: True or None for a lock of its own, an existing lock, or False for none: then as `RawValue`.
         ctx: not needed: the lock works with every start method.
 
@@ -107,8 +108,10 @@ def Array(typecode_or_type: Any, size_or_initializer: Any, *, lock: Any = True, 
     """A ctypes array in shared memory, with a lock; indices and slices read and write it.
 
     Args:
-        typecode_or_type, size_or_initializer: as for `RawArray`.
-        lock, ctx: as for `Value`.
+        typecode_or_type: as for `RawArray`.
+        size_or_initializer: the same.
+        lock: as for `Value`.
+        ctx: the same.
 
     Raises:
         AttributeError: ``lock`` is no lock.

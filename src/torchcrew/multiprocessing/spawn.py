@@ -35,13 +35,13 @@ from torch.multiprocessing.spawn import (
 from torch.multiprocessing.spawn import ProcessContext as StockContext
 
 from torchcrew.crew import rank as ranks
-from torchcrew.crew import zygote
+from torchcrew.crew import reports, stacks, zygote
 from torchcrew.crew.foresight import expected_imports
 from torchcrew.crew.functions import Portable
-from torchcrew.multiprocessing import children, reports
+from torchcrew.crew.rendezvous import Rendezvous
+from torchcrew.crew.reports import Failure, Kind, Report
+from torchcrew.multiprocessing import children
 from torchcrew.multiprocessing.context import default_context
-from torchcrew.multiprocessing.rendezvous import Rendezvous
-from torchcrew.multiprocessing.reports import Failure, Kind, Report
 
 __all__ = (
     "ENV_VAR_PARALLEL_START",
@@ -79,6 +79,7 @@ def _be_rank(start: _Start, fn: Any, args: Sequence[Any]) -> None:
     """Be one rank."""
     reports.loaded()
     ranks.become(start.rank)
+    stacks.offer(f"rank {start.rank.index}")
     start.rendezvous.attend(start.rank)
     if isinstance(fn, Portable):  # forked, not pickled
         fn = fn.value

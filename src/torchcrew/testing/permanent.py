@@ -33,6 +33,8 @@ PERMANENT: Mapping[str, str] = MappingProxyType(
         "guardian": "torchcrew's guardian ends with the program, within milliseconds",
         # Starting one costs the import of torch, which is what it is there to save.
         "zygote": "torchcrew's zygote is kept for the next start",
+        # A process that offers its stacks does so to its end: one memfd.
+        "stacks": "torchcrew's memfd for this process's stacks is kept to be asked for them",
         # Thread pools of OpenMP, BLAS and torch (intra-op, inter-op, autograd) are made once and never end.
         "pool_threads": "thread pools of numeric libraries live as long as the program",
         # torch installs it with the first worker, for good: it is what reports a killed worker.
@@ -80,6 +82,8 @@ def services(allow: Collection[str]) -> Services:
     if "zygote" in allow and (zygote := sys.modules.get("torchcrew.crew.zygote")):
         pids.update(zygote.pids())
         descriptors.update(zygote.descriptors())
+    if "stacks" in allow and (stacks := sys.modules.get("torchcrew.crew.stacks")):
+        descriptors.update(stacks.descriptors())
     return Services(
         frozenset(pids - {None}), frozenset(descriptors - {None}), frozenset(threads - {None}), tuple(_paths(allow))
     )

@@ -20,7 +20,7 @@ Options, in ``pytest.ini`` or ``[tool.pytest.ini_options]``:
 What is started once per process and stays on purpose is never reported (`torchcrew.testing.permanent` has the reasons):
 
 - ``resource_tracker``, ``resource_sharer``, ``forkserver``, ``multiprocessing_heap``: multiprocessing's own services
-- ``guardian``, ``zygote``: torchcrew's
+- ``guardian``, ``zygote``, ``stacks``: torchcrew's
 - ``pool_threads``, ``openmp_environment``: thread pools of OpenMP, BLAS and torch, and the variables ``KMP_*``
 - ``sigchld``: torch's handler, which reports killed workers
 - ``matplotlib_fonts``: the files of matplotlib's own fonts

@@ -1,0 +1,345 @@
+"""The explanation of a hang, in words: where each rank is, who is missing from a collective, and all stacks.
+
+    who asks ──► ledger (memfd): phase, collective, steps of each rank          readable whatever its writer does
+             ──► stacks of the ranks and of the processes that work for them    none of one that is stopped
+
+Nothing here waits longer than `TIMEOUT`, and no process is harmed by being asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchcrew.crew import stacks
+from torchcrew.crew.stack_text import Frame, Stacks
+from torchcrew.launcher.frames import lines_of, place, site, users_frame
+from torchcrew.launcher.ledger import Call, Entry, Ledger, Phase
+
+__all__ = ("Member", "explain", "report")
+
+#: How long processes may take to answer, in seconds: milliseconds are usual.
+TIMEOUT = 1.0
+#: So many ranks in a row are written as "4-7".
+_RUN = 4
+
+#: Functions of torch's loader that wait for its workers.
+_LOADER_WAITS = frozenset({"_get_data", "_try_get_data"})
+_PLURALS = {"waits": "wait", "is": "are", "has": "have", "runs": "run", "belongs": "belong", "does": "do"}
+_PLURALS |= {"blocks": "block", "was": "were", "sleeps": "sleep"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank, and its process."""
+
+    rank: int
+    pid: int
+    ended: str = ""
+    """How its process ended, if somebody knows: "killed by SIGKILL"."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What is known of a rank."""
+
+    member: Member
+    index: int
+    entry: Entry
+    stacks: Stacks
+
+    @property
+    def number(self) -> int:
+        return self.member.rank
+
+    def waits_for_loader(self) -> bool:
+        """Whether it waits for the workers of a DataLoader."""
+        return any(
+            frame.function in _LOADER_WAITS and frame.file.endswith("torch/utils/data/dataloader.py")
+            for frame in _inside(self.stacks.main)
+        )
+
+
+def explain(members: Sequence[Member], ledger: Ledger) -> str:
+    """Say in one sentence where every rank is, then who is missing, then show the stacks.
+
+    Args:
+        members: ranks of this host.
+        ledger: theirs.
+    """
+    pids = [member.pid for member in members]
+    return _explained(members, ledger, _ask({*pids, *stacks.members(*pids)}))
+
+
+def report(pid: int) -> str:
+    """The stacks of a program; if it has ranks, what they do comes first.
+
+    Args:
+        pid: of the program's first process, or of any other one of it.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        PermissionError: it is another user's.
+        ValueError: nothing of torchcrew is in it. Each says so in one sentence.
+    """
+    if not stacks.exists(pid):
+        raise ProcessLookupError(f"there is no process {pid}")
+    if os.geteuid() not in (0, os.stat(f"/proc/{pid}").st_uid):
+        raise PermissionError(f"process {pid} belongs to another user")
+    pids = stacks.members(pid)
+    with contextlib.ExitStack() as opened:
+        ledgers = _ledgers(pids)
+        for ledger in ledgers:
+            opened.callback(ledger.close)
+        ranks = {other for ledger in ledgers for _, other in ledger.members()}
+        answers = _ask(stacks.members(*pids, *ranks))
+        if not ledgers and not any(answer.label for answer in answers.values()):
+            raise ValueError(f"nothing of torchcrew is in process {pid}, nor in a process that it started")
+        parts = []
+        shown: set[int] = set()
+        for ledger in ledgers:
+            members = [Member(_number(answers.get(other), index), other) for index, other in ledger.members()]
+            theirs = {member.pid: answers.get(member.pid, _gone(member.pid)) for member in members}
+            theirs |= {other: answers[other] for other in stacks.members(*theirs) if other in answers}
+            parts.append(_explained(members, ledger, theirs))
+            shown |= {other for other, answer in theirs.items() if answer.label or other in ranks}
+    rest = [answer for answer in answers.values() if answer.pid not in shown]
+    parts += _stacks(answer for answer in rest if answer.label)
+    if silent := [answer.pid for answer in rest if not answer.label]:
+        parts.append(f"without stacks: {', '.join(f'{_command(other)} ({other})' for other in silent)}")
+    return "\n\n".join(parts)
+
+
+def _ask(pids: Iterable[int]) -> dict[int, Stacks]:
+    return {answer.pid: answer for answer in stacks.ask(pids, TIMEOUT)}
+
+
+def _gone(pid: int) -> Stacks:
+    return Stacks(pid, problem="has ended")
+
+
+def _number(answer: Stacks | None, index: int) -> int:
+    """The number of a rank among those of all hosts, which it has told; else that among those of this one."""
+    match = re.fullmatch(r"rank (\d+)", answer.label if answer is not None else "")
+    return index if match is None else int(match[1])
+
+
+def _ledgers(pids: Iterable[int]) -> list[Ledger]:
+    """The ledgers that these processes have, one for each crew."""
+    found: dict[tuple[tuple[int, int], ...], Ledger] = {}
+    for pid in pids:
+        ledger = Ledger.of_process(pid)
+        if ledger is None:
+            continue
+        key = tuple(ledger.members())
+        if key in found or not key:
+            ledger.close()
+        else:
+            found[key] = ledger
+    return list(found.values())
+
+
+# The explanation -----------------------------------------------------------------------------------------------------
+
+
+def _explained(members: Sequence[Member], ledger: Ledger, answers: Mapping[int, Stacks]) -> str:
+    # On every host but the first the ledger's numbers are not the ranks'.
+    first = 0 if all(member.rank < ledger.count for member in members) else min(member.rank for member in members)
+    ranks = [
+        _Rank(member, member.rank - first, ledger.entry(member.rank - first), answers[member.pid])
+        for member in sorted(members, key=lambda member: member.rank)
+    ]
+    pids = {member.pid for member in members}
+    children = [answer for answer in answers.values() if answer.pid not in pids and answer.label]
+    sentence = "; ".join([*_positions(ranks), *_workers(ranks, children)])
+    lines = [sentence, *_missing(ranks, ledger)]
+    return "\n\n".join(["\n".join(lines), *_stacks(_as_rank(rank) for rank in ranks), *_stacks(children)])
+
+
+def _as_rank(rank: _Rank) -> Stacks:
+    answer = rank.stacks
+    return Stacks(answer.pid, f"rank {rank.number}", answer.state, answer.threads, answer.problem, answer.user)
+
+
+def _positions(ranks: Sequence[_Rank]) -> list[str]:
+    """Where the ranks are, those in the same place together; first those in collectives, most ranks first."""
+    groups: dict[str, list[_Rank]] = {}
+    for rank in ranks:
+        groups.setdefault(_position(rank), []).append(rank)
+    ordered = sorted(groups.items(), key=lambda item: (not item[0].startswith("waits in "), -len(item[1])))
+    return [f"{_named('rank', [rank.number for rank in those])} {_for(text, those)}" for text, those in ordered]
+
+
+def _for(text: str, those: Collection[object]) -> str:
+    """A phrase that begins with a verb in the singular, for so many."""
+    if len(those) == 1:
+        return text
+    verb, space, rest = text.partition(" ")
+    return _PLURALS.get(verb, verb) + space + rest
+
+
+def _position(rank: _Rank) -> str:
+    """What a rank does, in words that begin with a verb."""
+    answer, phase = rank.stacks, rank.entry.phase
+    gone = answer.problem == "has ended"
+    if rank.member.ended or (gone and phase not in (Phase.RETURNED, Phase.FAILED)):
+        return f"has ended: {rank.member.ended}" if rank.member.ended else "has ended"
+    if phase is Phase.RETURNED:
+        return "has returned"
+    if phase is Phase.FAILED:
+        return "has failed"
+    doing, where = _doing(rank)
+    if not answer.problem:
+        return f"{doing} {where}"
+    return f"{answer.problem} {where}" if where.startswith("in ") else answer.problem
+
+
+def _doing(rank: _Rank) -> tuple[str, str]:
+    """A verb and a place, the place alone with a preposition: "waits", "in all_reduce #118 (train.py:40)"."""
+    entry, frames = rank.entry, rank.stacks.main
+    mine = users_frame(frames)
+    if entry.phase is Phase.IDLE:
+        return "waits", "for something to run"
+    if entry.phase is Phase.STARTING:
+        return "is", "starting" if mine is None else f"starting, in {place(mine)}"
+    if entry.call is not None:
+        return "waits", f"in {_call(entry.call, mine)}"
+    if mine is not None and entry.steps and _is_in_backward(frames):
+        return "is", f"in backward of step {entry.steps} of DistributedDataParallel ({site(mine)})"
+    if mine is not None and rank.waits_for_loader():
+        return "waits", f"for its loader's workers in {place(mine)}"
+    if mine is not None:
+        return "is", f"in {place(mine)}"
+    return "is", f"in {place(frames[0])}" if frames else "running"
+
+
+def _call(call: Call, mine: Frame | None) -> str:
+    where = call.site or (site(mine) if mine is not None else "")
+    # What is not counted, as `recv`, is told by whom it concerns.
+    details = [call.detail] * (bool(call.detail) and not call.sequence) + [where] * bool(where)
+    return _title(call) + (f" ({', '.join(details)})" if details else "")
+
+
+def _title(call: Call) -> str:
+    number = f" #{call.sequence}" if call.sequence else ""
+    group = f" of group {call.group}" if call.group else ""
+    return f"{call.name}{number}{group}"
+
+
+def _inside(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """The frames that the innermost of the user's has called."""
+    mine = users_frame(frames)
+    for frame in frames:
+        if frame is mine:
+            return
+        yield frame
+
+
+def _is_in_backward(frames: Sequence[Frame]) -> bool:
+    return any("torch/autograd/" in frame.file and "backward" in frame.function for frame in _inside(frames))
+
+
+def _workers(ranks: Sequence[_Rank], children: Sequence[Stacks]) -> list[str]:
+    """Where the loader workers are for which a rank waits."""
+    found = []
+    for rank in ranks:
+        if not rank.waits_for_loader():
+            continue
+        groups: dict[str, list[int]] = {}
+        for child in children:
+            number = re.fullmatch(r"loader worker (\d+)", child.label)
+            if number is None or child.user != rank.member.pid:
+                continue
+            mine = users_frame(child.main)
+            text = child.problem or (f"is in {place(mine)}" if mine is not None else "")
+            if text:
+                groups.setdefault(text, []).append(int(number[1]))
+        for text, numbers in groups.items():
+            found.append(f"rank {rank.number}'s {_named('loader worker', numbers)} {_for(text, numbers)}")
+    return found
+
+
+def _missing(ranks: Sequence[_Rank], ledger: Ledger) -> list[str]:
+    """A sentence for each collective that somebody waits in: who has not come to it, and who is past it."""
+    sentences: dict[str, None] = {}
+    for waiting in ranks:
+        call = waiting.entry.call
+        if call is None or not call.sequence or not call.generation or waiting.stacks.problem == "has ended":
+            continue
+        late: dict[int, list[int]] = {}
+        ahead: dict[int, list[int]] = {}
+        for rank in ranks:
+            last = ledger.latest(rank.index, call.group, call.generation)
+            # Of a group that is not the default one only those are known to be members who have called something.
+            if last < call.sequence and (last or not call.group):
+                late.setdefault(last, []).append(rank.number)
+            elif last > call.sequence:
+                ahead.setdefault(last, []).append(rank.number)
+        if late:
+            who = "; ".join(f"{_named('rank', numbers)} ({_last(last)})" for last, numbers in sorted(late.items()))
+            sentences[f"missing from {_title(call)}: {who}"] = None
+        if ahead:
+            who = "; ".join(f"{_named('rank', numbers)} (at #{last})" for last, numbers in sorted(ahead.items()))
+            sentences[f"ahead of {_title(call)}: {who}"] = None
+    return list(sentences)
+
+
+def _last(sequence: int) -> str:
+    return f"last was in #{sequence}" if sequence else "was in none yet"
+
+
+# Names and stacks ----------------------------------------------------------------------------------------------------
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    """Things with numbers: "rank 2", "ranks 0, 1, 4-7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) >= _RUN else ", ".join(map(str, run)) for run in runs]
+    return f"{what}{'s' * (len(numbers) > 1)} {', '.join(texts)}"
+
+
+def _all_named(labels: Sequence[str]) -> str:
+    """Labels, those together that differ by their number: "rank 2, loader workers 0, 1"."""
+    numbered: dict[str, list[int]] = {}
+    for label in labels:
+        match = re.fullmatch(r"(.*) (\d+)", label)
+        what, number = (label, None) if match is None else (match[1], int(match[2]))
+        numbered.setdefault(what, []).extend([] if number is None else [number])
+    return ", ".join(_named(what, numbers) if numbers else what for what, numbers in numbered.items())
+
+
+def _stacks(answers: Iterable[Stacks]) -> list[str]:
+    """A paragraph for each stack, with all who have it; those first that many have."""
+    groups: dict[tuple[str, ...], list[Stacks]] = {}
+    for answer in answers:
+        lines = tuple(lines_of(answer.threads)) if not answer.problem else (f"    ({answer.problem})",)
+        groups.setdefault(lines, []).append(answer)
+    paragraphs = []
+    for lines, those in sorted(groups.items(), key=lambda item: -len(item[1])):
+        pids = f"pid{'s' * (len(those) > 1)} {', '.join(str(answer.pid) for answer in those)}"
+        states = sorted({answer.state for answer in those if answer.state and not answer.problem})
+        does = f", {' or '.join(states)}" if states else ""
+        paragraphs.append("\n".join([f"{_all_named([answer.label for answer in those])} ({pids}{does}):", *lines]))
+    return paragraphs
+
+
+def _command(pid: int) -> str:
+    """What a process without stacks is."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().decode(errors="replace").split("\0")
+        with open(f"/proc/{pid}/comm", errors="replace") as file:
+            name = file.read().strip()
+    except OSError:
+        return "ended"
+    if any(word.endswith("guardian_main.py") for word in words):
+        return "torchcrew's guardian"
+    return "torchcrew's zygote" if name == "torchcrew-zygot" else name
