@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"memory"}),
     frozenset({"channel"}),
     frozenset({"crew"}),
-    frozenset({"data", "tasks", "launch", "train", "infer", "multiprocessing"}),
+    frozenset({"data", "tasks", "launcher", "train", "infer", "multiprocessing"}),
     frozenset({"cli", "testing"}),
     frozenset({"__init__", "__main__"}),
 )

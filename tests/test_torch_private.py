@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +100,10 @@ def test_keep_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.search(r"pg, \w+ = _new_process_group_helper\(", source)
     monkeypatch.setattr(c10d, "_new_process_group_helper", lambda number, more: (number, more))
     kept: list[int] = []
-    torch_private.keep_process_groups(kept.append)
+    restore = torch_private.keep_process_groups(kept.append)
     assert c10d._new_process_group_helper(3, more=4) == (3, 4)
+    restore()
+    assert c10d._new_process_group_helper(5, more=4) == (5, 4)
     assert kept == [3]
 
 
@@ -102,3 +111,156 @@ def test_what_training_imports() -> None:
     """Wrapping a model imports a large module, whose name is given to the zygote; so does making an optimizer."""
     assert importlib.util.find_spec(torch_private.IMPORTED_BY_TRAINING) is not None
     assert torch_private.IMPORTED_BY_TRAINING in inspect.getsource(torch.nn.parallel.distributed)
+
+
+@pytest.fixture
+def c10d(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of `init_process_group`, and room for a group of one."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    yield importlib.import_module("torch.distributed.distributed_c10d")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_replace_init_process_group(c10d: Any) -> None:
+    """Who has imported the name already gets the replacement, by the decorator's cell; and stock's back."""
+    imported = torch.distributed.init_process_group
+    assert "func" in imported.__code__.co_freevars
+    calls: list[Any] = []
+
+    def wrap(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def init_process_group(*args: Any, **options: Any) -> Any:
+            calls.append((args, options))
+            return stock(*args, **options) if args[0] == "unknown" else 4
+
+        return init_process_group
+
+    restore = torch_private.replace_init_process_group(wrap)
+    assert imported is torch.distributed.init_process_group is c10d.init_process_group
+    assert imported("gloo", rank=0) == 4
+    with pytest.raises(AssertionError, match="world_size must be positive"):
+        imported("unknown", store=torch.distributed.HashStore())
+    assert [args for args, _ in calls] == [("gloo",), ("unknown",)]
+    restore()
+    with pytest.raises(AssertionError, match="world_size must be positive"):
+        imported("gloo", store=torch.distributed.HashStore())
+    assert len(calls) == 2
+
+
+def test_replace_init_process_group_that_has_no_cell(monkeypatch: pytest.MonkeyPatch, c10d: Any) -> None:
+    """Where it is no decorated function, the names are bound anew; what somebody else binds later stays."""
+
+    def plain(*_: Any) -> int:
+        return 3
+
+    for module in (c10d, torch.distributed):
+        monkeypatch.setattr(module, "init_process_group", plain)
+    restore = torch_private.replace_init_process_group(lambda stock: lambda *args: stock(*args) + 1)
+    assert torch.distributed.init_process_group() == c10d.init_process_group() == 4
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda: 5)
+    restore()
+    assert (torch.distributed.init_process_group(), c10d.init_process_group()) == (5, 3)
+
+
+def test_set_group_timeout(c10d: Any, tmp_path: Path) -> None:
+    """Gloo's backend and the store get it; what is no timedelta is stock's TypeError."""
+    dist: Any = torch.distributed
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    torch_private.set_group_timeout(timedelta(seconds=7))
+    assert c10d._get_default_store().timeout == timedelta(seconds=7)
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    with pytest.raises(TypeError, match=r"type datetime\.timedelta, got 7"):
+        torch_private.set_group_timeout(7)  # type: ignore[arg-type]
+
+
+def test_hook_collective() -> None:
+    """The functions are decorated; what the decorator calls can be exchanged, and put back, under every name of it."""
+    import torch.distributed as dist
+    from torch.distributed import barrier
+
+    told: list[object] = []
+    undo = torch_private.hook_collective(
+        "barrier", lambda args, kwargs: told.append(args), lambda kwargs: told.append("refused"), told.append
+    )
+    assert undo is not None
+    try:
+        with pytest.raises(ValueError, match="process group"):
+            barrier(None, async_op=True)
+        assert told == [(None,), "refused", {"async_op": True}]
+        assert barrier is dist.barrier
+        assert barrier.__name__ == "barrier"
+    finally:
+        undo()
+    with pytest.raises(ValueError, match="process group"):
+        barrier()
+    assert len(told) == 3
+
+
+def test_every_collective_of_this_torch_is_hooked() -> None:
+    """What torch decorates for its log of collectives is known by name: a new one should be recorded, too."""
+    from torchcrew.launcher import signatures
+
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    decorated = {
+        name
+        for name, value in vars(c10d).items()
+        if type(value) is FunctionType and "func" in value.__code__.co_freevars and value.__module__ == c10d.__name__
+    }
+    others = {"init_process_group", "_store_based_barrier", "shrink_group"}  # they make groups, or are part of that
+    others |= {"_coalescing_manager", "_time_estimator", "record_comm"}  # context managers
+    assert decorated - others <= set(signatures.COLLECTIVES)
+
+
+@pytest.mark.parametrize("name", ["isend", "no such function", "ReduceOp"])
+def test_what_cannot_be_hooked(name: str) -> None:
+    """Functions without a decorator, and what is no function."""
+    assert (
+        torch_private.hook_collective(name, lambda args, kwargs: None, lambda kwargs: None, lambda kwargs: None) is None
+    )
+
+
+def test_hook_model_steps() -> None:
+    """Importing torch imports `DistributedDataParallel`, whose `forward` is looked up in the class at each call."""
+    model = torch.nn.parallel.DistributedDataParallel
+    stock, told = model.forward, []
+    undo = torch_private.hook_model_steps(lambda: told.append("step"))
+    assert undo is not None
+    try:
+        assert inspect.signature(model.forward) == inspect.signature(stock)
+        with pytest.raises(AttributeError):
+            model.forward(object())
+        assert told == ["step"]
+    finally:
+        undo()
+    assert model.forward is stock
+
+
+def test_watch_default_group() -> None:
+    """The default group is set by a global function of the module that makes and destroys it, with one argument."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    for function in (c10d.init_process_group, c10d.destroy_process_group):
+        assert "_update_default_pg(" in inspect.getsource(function)
+    stock, told = c10d._update_default_pg, []
+    undo = torch_private.watch_default_group(told.append)
+    assert undo is not None
+    try:
+        c10d._update_default_pg(None)
+        assert told == [None]
+    finally:
+        undo()
+    assert c10d._update_default_pg is stock
+
+
+def test_leave_uncompiled() -> None:
+    """torch's compiler has what marks a function as none of its business."""
+    compiler = torch._C._dynamo.eval_frame
+    assert hasattr(compiler, "skip_code") or {"SKIP", "DEFAULT"} <= set(vars(compiler._FrameAction))
+
+    def function() -> None:
+        pass
+
+    torch_private.leave_uncompiled(function)
+    torch_private.leave_uncompiled(function, recursive=True)
+    assert function._torchdynamo_disable is True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchcrew.crew.foresight import expected_imports
+from torchcrew.crew.foresight import TRAINING, expected_imports
 
 
 def function_of(source: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> types.FunctionType:
@@ -33,7 +33,7 @@ def function_of(source: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> typ
 )
 def test_the_programs_text_tells(source: str, trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = function_of(source, tmp_path / "program.py", monkeypatch)
-    expected = ("torch._dynamo",) if trains else ()
+    expected = (TRAINING,) if trains else ()
     assert expected_imports([work]) == expected
     assert expected_imports([functools.partial(work, 1), 3, "optim"]) == expected
 
@@ -49,4 +49,4 @@ def test_so_does_what_this_process_has_made() -> None:
         "print(expected_imports([work]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=19, check=True)
-    assert done.stdout.splitlines() == ["()", "('torch._dynamo',)"]
+    assert done.stdout.splitlines() == ["()", "('torchcrew.crew.training',)"]

@@ -199,7 +199,7 @@ time.sleep(60)
     )
     with running(code) as program:
         kept, other = program.workers()
-        assert program.line() == [3]  # socket and pidfd of the guardian, pidfd of the other worker
+        assert program.line() == [4]  # socket and pidfd of the guardian, pidfd of the other worker, stacks
         program.kill()
         assert survivors([other], 1.0) == []
         assert state(kept)

@@ -15,7 +15,7 @@ import torch
 import torchcrew.multiprocessing as mp
 from tests.multiprocessing import rendezvous_cases as cases
 from torchcrew.crew.rank import Rank
-from torchcrew.multiprocessing.rendezvous import Rendezvous, _Presence
+from torchcrew.crew.rendezvous import Rendezvous, _Presence
 
 pytestmark = [
     pytest.mark.usefixtures("_zygote_ends"),

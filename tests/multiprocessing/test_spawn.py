@@ -25,8 +25,8 @@ import torch.multiprocessing as stock
 import torchcrew.multiprocessing as mp
 from tests.crew.programs import SOURCE, running, survivors
 from tests.multiprocessing import spawn_cases as cases
-from torchcrew.multiprocessing import reports
-from torchcrew.multiprocessing.reports import Failure, Kind, Report
+from torchcrew.crew import reports
+from torchcrew.crew.reports import Failure, Kind, Report
 
 spawn_module = sys.modules["torchcrew.multiprocessing.spawn"]
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]

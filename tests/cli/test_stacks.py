@@ -1,0 +1,73 @@
+"""`torchcrew stacks`: the report of a program, or a sentence why there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from torchcrew.crew import zygote
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def stacks(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchcrew", "stacks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, **options)
+
+
+def test_a_program_is_reported_and_left_alone() -> None:
+    process = zygote.get_context().Process(target=time.sleep, args=(60,), name="sleeper 3")
+    process.start()
+    try:
+        deadline = time.monotonic() + 20
+        while "sleeper 3 (pid" not in (done := stacks(str(os.getpid()))).stdout:
+            assert time.monotonic() < deadline, done
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Traceback" not in done.stdout
+        answers = json.loads(stacks(str(process.pid), "--json").stdout)
+        assert [(answer["pid"], answer["label"]) for answer in answers] == [(process.pid, "sleeper 3")]
+        assert answers[0]["threads"][0]["is_main"]
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join(10)
+        zygote.stop()
+
+
+def test_a_process_that_does_not_exist() -> None:
+    done = stacks(str(2**22 + 1))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"there is no process {2**22 + 1}\n"
+
+
+def test_a_process_that_has_nothing_of_ours() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        done = stacks(str(process.pid))
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"nothing of torchcrew is in process {process.pid}")
+        assert process.poll() is None
+        process.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_process() -> None:
+    code = "from torchcrew.launcher import hang; hang.report(1)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; os.setuid(65534); {code}"], capture_output=True, text=True
+    )
+    if "ModuleNotFoundError" in done.stderr:
+        pytest.skip("the other user may not read the package")
+    assert "PermissionError: process 1 belongs to another user" in done.stderr
+
+
+@pytest.mark.parametrize("argument", ["x", "0", "-1", ""])
+def test_what_is_no_pid_is_a_usage_error(argument: str) -> None:
+    done = stacks(argument)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
