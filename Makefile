@@ -28,7 +28,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c $(CONSTRAINTS) "$(TORCH)"
-	$(PIP) install -c $(CONSTRAINTS) -e ".[demo,dev,docs]"
+	$(PIP) install -c $(CONSTRAINTS) -e ".[demo,dev,docs,frameworks,notebook]"
 	touch $@
 
 demo: setup
@@ -54,7 +54,7 @@ bench: setup
 	$(BIN)/python -m benchmarks
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 peer: setup
 	$(PIP) install -q -c $(CONSTRAINTS) -e ".[peer]"
