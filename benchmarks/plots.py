@@ -24,6 +24,7 @@ COLOURS = {STOCK: "#8a94a6", OURS: "#e4572c"}
 #: By the group of the benchmarks: the file, the title, and what is compared with.
 PICTURES = {
     "data": ("speedup.png", "torchcrew.data beside torch's DataLoader", "torch.utils.data"),
+    "launching": ("speedup-launching.png", "torchcrew.launch beside mp.spawn", "torch.multiprocessing.spawn"),
     "multiprocessing": ("speedup-processes.png", "torchcrew beside torch.multiprocessing", "torch.multiprocessing"),
 }
 LABELS = {STOCK: "torch.utils.data", OURS: "torchcrew.data"}

@@ -10,6 +10,7 @@ rank's taken. The weights after the last step have the same sum in every run, to
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -34,7 +35,7 @@ def step_seconds(work: str) -> tuple[float, float, int]:
     """Train; the median time of a step, the sum of the weights, and the threads this rank has."""
     sizes, batch, steps, before = WORKS[work]
     torch.manual_seed(0)
-    layers = [layer for pair in zip(sizes, sizes[1:]) for layer in (nn.Linear(*pair), nn.ReLU())]
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data, target = torch.randn(batch, sizes[0]), torch.randn(batch, sizes[-1])

@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-#: Folders that make up a part, chosen so that both take about as long. What is in none of them goes with the last.
-PARTS = (("data", "memory"), ("multiprocessing", "channel"), ())
+#: Folders that make up a part, chosen so that each takes about as long. What is in none of them goes with the last.
+PARTS = (("data", "memory"), ("multiprocessing", "channel"), ("launcher",), ())
 #: Parts that run at the same time.
 AT_A_TIME = 2
 #: pytest's exit code where its arguments select nothing.

@@ -200,15 +200,15 @@ class Program:
         self.process.stdin.close()
         return self.wait()
 
-    def wait_until_alone(self, since: float) -> None:
+    def wait_until_alone(self, since: float, within: float = PROMISE) -> None:
         """Wait until no process but the first one is left.
 
         Raises:
             AssertionError: some still live when the promise says that none does.
         """
         while left := [info for info in processes_with_token(self.token) if info.pid != self.process.pid]:
-            if time.monotonic() - since > PROMISE:
-                raise AssertionError(f"{PROMISE:g} s after the end there still are: {', '.join(map(str, left))}")
+            if time.monotonic() - since > within:
+                raise AssertionError(f"{within:g} s after the end there still are: {', '.join(map(str, left))}")
             time.sleep(0.01)
 
     def family(self) -> set[ProcessInfo]:
@@ -240,7 +240,10 @@ def program(mode: str, folder: Path, peers: Iterable[str] = (), method: str = "z
         )
     try:
         yield Program(process, folder, stderr, peers, token)
-        assert not processes_with_token(token), "some process is left, of which nobody knew"
+        ended = time.monotonic()
+        while left := processes_with_token(token):  # whoever else there was, of which nobody knew
+            assert time.monotonic() - ended < PROMISE, left
+            time.sleep(0.01)
     finally:
         for pid in {process.pid, *(info.pid for info in processes_with_token(token))}:
             with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 
 import torchcrew
+import torchcrew.launcher.team  # the launchers that are forked have it
 from tests.launcher import failure_cases as cases
 from tests.launcher import failure_cells as cells
 from torchcrew.crew import zygote

@@ -139,6 +139,28 @@ def _refused(rank: int, ranks: Any, group: Any, root: int, x: torch.Tensor, op: 
     dist.all_gather([x.clone() for _ in ranks], x, group)
 
 
+class Unreadable:
+    """Can be sent, but not be read."""
+
+    def __reduce__(self) -> Any:
+        return _unreadable, ()
+
+
+def _unreadable() -> None:
+    raise ValueError("not here")
+
+
+def _received_in_vain(rank: int, ranks: Any, group: Any, root: int, x: torch.Tensor, op: Any) -> None:
+    """One rank alone fails when all have taken part."""
+    failed = False
+    try:
+        dist.gather_object(Unreadable(), [None for _ in ranks] if rank == root else None, root, group)
+    except ValueError:
+        failed = True
+    assert failed == (rank == root)
+    dist.barrier(group)
+
+
 OPERATIONS: dict[str, Callable[..., None]] = {
     "all_reduce": lambda rank, ranks, group, root, x, op: all_reduce(x, op=op, group=group),
     "all_reduce async": lambda rank, ranks, group, root, x, op: all_reduce(x, op, group, async_op=True).wait(),
@@ -165,6 +187,7 @@ OPERATIONS: dict[str, Callable[..., None]] = {
     "send and recv": _point_to_point,
     "other shape": _in_place_of_shape,
     "refused": _refused,
+    "received in vain": _received_in_vain,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from tests.crew.programs import SOURCE, survivors
 from tests.launcher import launch_cases as cases
 from torchcrew.crew import zygote
 from torchcrew.errors import RankDied, RankFailed
+from torchcrew.launcher.link import Link
+from torchcrew.launcher.team import Team
 
 pytestmark = pytest.mark.timeout(60)
 PROGRAMS = Path(__file__).with_name("programs")
@@ -211,6 +214,25 @@ def test_what_cannot_be_sent_runs_nothing() -> None:
         assert crew.run(cases.pid) == pids
 
 
+def test_a_message_that_one_rank_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel refuses descriptors when too many are on their way: an error, and no rank that waits for ever."""
+    sent: list[Link] = []
+
+    def send(link: Link, packed: Any) -> None:
+        sent.append(link)
+        if len(sent) == 2:
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        stock(link, packed)
+
+    with torchcrew.Crew(2, backend=None) as crew:
+        crew.run(cases.pid)
+        stock = Link.send
+        monkeypatch.setattr(Link, "send", send)
+        with pytest.raises(OSError, match=os.strerror(errno.ETOOMANYREFS)):
+            crew.run(cases.pid)
+        assert crew.pids == ()
+
+
 def test_a_function_that_is_none() -> None:
     """Refused here, before any rank is started for it."""
     with torchcrew.Crew(2) as crew, pytest.raises(TypeError, match=r"fn should be .*callable"):
@@ -348,6 +370,23 @@ def test_closed_while_another_thread_runs_it(tmp_path: Path) -> None:
     assert survivors(pids, 0) == []
     assert [type(error) for error in errors] == [RuntimeError]
     assert "closed" in str(errors[0])
+
+
+def test_closed_by_another_thread_while_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is left, which the end of the program would wait for."""
+
+    def start(team: Team, *args: Any) -> None:
+        closing = threading.Thread(target=crew.close)
+        closing.start()
+        closing.join(10)
+        stock(team, *args)
+
+    crew = torchcrew.Crew(2, backend=None)
+    stock = Team._start_all
+    monkeypatch.setattr(Team, "_start_all", start)
+    with pytest.raises(RuntimeError, match="closed"):
+        crew.run(cases.pid)
+    assert crew.pids == ()
 
 
 def test_made_and_used_in_a_thread() -> None:

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = Path(__file__).with_name("programs")
-#: Without a GPU Accelerate trains in one process, whoever starts it, unless the script or this variable says otherwise.
-FRAMEWORKS = {"accelerate": {"ACCELERATE_USE_CPU": "true"}, "fabric": {}}
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 FIRST_LINES = {
     "accelerate": ["2 processes, DistributedType.MULTI_CPU, seen 203"],
@@ -26,12 +24,10 @@ FIRST_LINES = {
 pytestmark = pytest.mark.timeout(60)
 
 
-def output(command: list[str], environment: dict[str, str]) -> list[str]:
+def output(command: list[str]) -> list[str]:
     """The lines that a command prints."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=55, cwd=PROGRAMS, env={**inherited, **environment}
-    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, cwd=PROGRAMS, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -45,7 +41,7 @@ def check(framework: str, lines: list[str]) -> None:
     assert float(found[1]) > 0.9
 
 
-@pytest.fixture(params=FRAMEWORKS)
+@pytest.fixture(params=PACKAGES)
 def framework(request: pytest.FixtureRequest) -> str:
     """Not imported here: these packages start threads and set variables."""
     name: str = request.param
@@ -57,15 +53,14 @@ def framework(request: pytest.FixtureRequest) -> str:
 def test_as_a_function(framework: str) -> None:
     """The script's `main` in two ranks of `launch`."""
     program = (
-        f"import torchcrew; from fw_{framework} import main\n"
-        f"assert torchcrew.launch(main, nprocs=2, env={FRAMEWORKS[framework]!r}) == [None, None]"
+        f"import torchcrew; from fw_{framework} import main\nassert torchcrew.launch(main, nprocs=2) == [None, None]"
     )
-    check(framework, output([sys.executable, "-c", program], {}))
+    check(framework, output([sys.executable, "-c", program]))
 
 
 def test_under_the_command(framework: str) -> None:
     """``torchcrew launch -n 2 script.py``."""
     command = [sys.executable, "-m", "torchcrew.cli", "launch", "-n", "2", f"fw_{framework}.py"]
-    lines = output(command, FRAMEWORKS[framework])
+    lines = output(command)
     assert all(line.startswith("[0] ") for line in lines)
     check(framework, [line.removeprefix("[0] ") for line in lines])

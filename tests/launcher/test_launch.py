@@ -566,12 +566,17 @@ def test_launch_in_a_loaders_worker() -> None:
     assert "daemonic processes are not allowed to have children" in cases.launch_in_worker()
 
 
-def test_launch_in_a_child_of_a_rank() -> None:
-    """It is no rank, whatever its environment says: it has ranks of its own, and a loader's worker may have none."""
+def test_launch_in_a_worker_of_a_rank() -> None:
+    """It is no rank, whatever its environment says: as any loader's worker."""
     for text in torchcrew.launch(cases.launch_in_worker, nprocs=2):
         assert "daemonic processes are not allowed to have children" in text
-    assert torchcrew.launch(cases.launch_in_child, "fork", nprocs=2) == [[(0, 0, 1)]] * 2
-    assert torchcrew.launch(cases.launch_in_child, "spawn", nprocs=1) == [[(0, 0, 1)]]
+
+
+@pytest.mark.timeout(120)  # two zygotes, one after the other
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_launch_in_a_child_of_a_rank(method: str) -> None:
+    """Nor is this one: it has ranks of its own."""
+    assert torchcrew.launch(cases.launch_in_child, method, nprocs=1) == [[(0, 0, 1)]]
 
 
 def test_launch_in_a_thread() -> None:

@@ -193,7 +193,7 @@ def test_threads_are_the_cores_shared_out(
     """Rounded down, at least one."""
     monkeypatch.setattr(options_module, "usable_cores", lambda: cores)
     assert Options().threads(ranks) == threads
-    assert Options().environment(ranks) == dict.fromkeys(THREAD_VARIABLES, str(threads))
+    assert Options().environment(ranks).items() >= dict.fromkeys(THREAD_VARIABLES, str(threads)).items()
     assert Options(threads_per_rank=7).threads(ranks) == 7
 
 
@@ -250,6 +250,20 @@ def test_openmps_variable_is_for_all(by_env: bool, monkeypatch: pytest.MonkeyPat
     given = Options(env={"OMP_NUM_THREADS": "5"} if by_env else None).environment(2)
     assert "MKL_NUM_THREADS" not in given
     assert "OPENBLAS_NUM_THREADS" not in given
+
+
+def test_accelerate_is_told_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has said something, there or in `env`."""
+    name = "ACCELERATE_USE_CPU"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(options_module, "_gpus", lambda: 0)
+    assert Options().environment(2)[name] == "true"
+    assert Options(env={name: "false"}).environment(2)[name] == "false"
+    monkeypatch.setenv(name, "false")
+    assert name not in Options().environment(2)
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(options_module, "_gpus", lambda: 2)
+    assert name not in Options().environment(2)
 
 
 # In the ranks ---------------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ MEMBER = "torchcrew.launcher.member"
 #: A frame of a traceback in text, with the lines of source and marks below it, of a file that calls the script.
 _FILES = "|".join(re.escape(str(module.__file__)) for module in (crew_program, launcher_script))
 _OUR_FRAME = re.compile(rf'^  File "(?:{_FILES})", .*\n(?:    .*\n)*', re.MULTILINE)
+#: What an error of `Options` begins with, and which option that is here.
+_OPTION_OF = {"nprocs": "--nproc-per-node", "restarts": "--max-restarts"}
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _replaced: list[ModuleType] = []  # the command's own __main__: its globals are in use until the process ends
 
@@ -97,20 +99,31 @@ def launch_command(
         str | None,
         typer.Option(
             metavar="prefix|none",
-            help="Whether each line of output begins with its rank; it does where there are several.",
+            help="prefix: each line of output begins with its rank; none: it does not. Without this: prefix where "
+            "there are several ranks.",
             show_default=False,
         ),
     ] = None,
     log_dir: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Put output into files, one a rank.", show_default=False)
+        str | None, typer.Option(metavar="FOLDER", help="Put output into files: rank0.log, ...", show_default=False)
     ] = None,
     tee: Annotated[
-        str, typer.Option("-t", "--tee", metavar="STD", help="As torchrun's: output on the terminal, with ranks.")
+        str,
+        typer.Option(
+            "-t",
+            "--tee",
+            metavar="STD",
+            help="Accepted without effect: output goes to the terminal, with ranks, or into files, but not to both.",
+        ),
     ] = "0",
     redirects: Annotated[
         str,
         typer.Option(
-            "-r", "--redirects", metavar="STD", help="As torchrun's: output into files, of --log-dir or a new folder."
+            "-r",
+            "--redirects",
+            metavar="STD",
+            help="0: none. 1, 2, 3 (torchrun's for stdout, stderr, both), or that for ranks (0:1,1:3): all output of "
+            "all ranks goes into files, of --log-dir or a new folder.",
         ),
     ] = "0",
     nnodes: Annotated[str, typer.Option(metavar="N", help="Machines, or MIN:MAX of them.")] = "1",
@@ -144,15 +157,26 @@ def launch_command(
         int | None, typer.Option(metavar="PORT", help="Its port (static).", show_default=False)
     ] = None,
     standalone: Annotated[bool, typer.Option("--standalone", help="One machine, as without --nnodes.")] = False,
+    without_effect: Annotated[
+        str | None,
+        typer.Option(
+            "--role", "--monitor-interval", metavar="VALUE", help="Accepted without effect.", show_default=False
+        ),
+    ] = None,
+    not_python: Annotated[bool, typer.Option("--no-python", "--run-path", hidden=True)] = False,
 ) -> None:
     """Run a script or module in several ranks, which `torch.distributed` finds ready as under torchrun.
 
     Everything after the script's name belongs to the script:  torchcrew launch -n 4 train.py --epochs 2
 
     On several machines, give the same command on each. Their ports are torch.distributed's, which anybody who reaches
-    them can use: they belong into a network of their own.
+    them can use: they should be in a network of their own.
     """
     sys.excepthook = sys.__excepthook__  # typer's own would show errors in another form
+    if not_python:
+        raise typer.BadParameter(
+            "--no-python and --run-path are not supported: ranks run a Python script, or a module with -m"
+        )
     least, most = _range(nnodes)
     if standalone and most > 1:
         raise typer.BadParameter("--standalone is for one machine, but --nnodes says several")
@@ -213,7 +237,9 @@ def _options(**values: Any) -> Options:
     try:
         return Options(**values)
     except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
+        name, _, text = str(error).partition(" ")
+        option = _OPTION_OF.get(name, f"--{name.replace('_', '-')}")
+        raise typer.BadParameter(f"{option} {text.replace(', or None', '').replace('None', 'none')}") from None
 
 
 def _range(nnodes: str) -> tuple[int, int]:

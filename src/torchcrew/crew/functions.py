@@ -17,6 +17,7 @@ import collections
 import contextlib
 import functools
 import io
+import linecache
 import os
 import pickle
 import re
@@ -145,10 +146,17 @@ def _itself(value: Any) -> Any:
 
 def _reduce_code(reduce: Callable[[types.CodeType], tuple[Any, ...]], code: types.CodeType) -> tuple[Any, ...]:
     """Reduce code as cloudpickle does, which forgets the file: a traceback in the other process shall show the line."""
-    return _code_of_file, (code.co_filename, *reduce(code))
+    name = code.co_filename
+    # A notebook's cell is in no file: its lines go along, for tracebacks to show them.
+    lines = linecache.getlines(name) if name in linecache.cache and not os.path.exists(name) else []
+    return _code_of_file, (name, *reduce(code), lines)
 
 
-def _code_of_file(filename: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+def _code_of_file(
+    filename: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...], lines: list[str]
+) -> types.CodeType:
+    if lines and filename not in linecache.cache:
+        linecache.cache[filename] = sum(map(len, lines)), None, lines, filename
     return make(*arguments).replace(co_filename=filename)
 
 

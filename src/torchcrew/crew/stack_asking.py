@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import select
 import signal
 import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torchcrew.crew.guardian_main import is_dead
 from torchcrew.crew.stack_text import Stacks, Thread, frames_of
 
 __all__ = ("HEAD", "LINK", "MAGIC", "NAME", "SIGNAL", "TEXT", "ask", "exists", "members")
@@ -168,20 +168,20 @@ class _Question:
         """Ask a thread, whose stack will be written from ``begin`` on."""
         self._asking, self._begin, self._looks = tid, begin, 0
         # To the thread: sent to the process, it is given to another one where the main thread blocks it for a moment.
-        return not _is_dead(self._pidfd) and _libc.tgkill(self.pid, tid, int(SIGNAL)) == 0
+        return not is_dead(self._pidfd) and _libc.tgkill(self.pid, tid, int(SIGNAL)) == 0
 
     def _go_on(self) -> None:
         """Take a thread's stack when it is written, and ask the next one."""
         masks = _masks(self.pid, self._asking) if self._asking else {}
         if masks and (masks["SigPnd"] | masks["SigBlk"] | masks["ShdPnd"]) & _BIT:
-            if _is_dead(self._pidfd):
+            if is_dead(self._pidfd):
                 self._end(_ENDED)
             elif _state(self.pid) in "Tt":
                 self._end(_STOPPED)
             return
         size = os.fstat(self._memfd).st_size
         self._looks += 1
-        if size <= self._begin and _is_dead(self._pidfd):
+        if size <= self._begin and is_dead(self._pidfd):
             self._end("" if self._threads else _ENDED)
             return
         if masks and size <= self._begin and self._looks < _LOOKS:
@@ -368,9 +368,3 @@ def _pid_inside(pid: int) -> int:
             if line.startswith("NSpid:"):
                 return int(line.split()[-1])
     return pid
-
-
-def _is_dead(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -42,7 +43,6 @@ class Crew:
         logs: None: what ranks print appears here in whole lines; "prefix": with the rank before each; a folder: in one
             file for each rank.
         env: variables for the ranks' environment in addition.
-        host: the place of this machine in a job of several; `torchcrew launch` sets it.
 
     Raises:
         TypeError, ValueError: for an option that cannot be meant.
@@ -58,7 +58,6 @@ class Crew:
         start_method: StartMethod = "zygote",
         logs: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
-        host: Host | None = None,
     ) -> None:
         self._options = Options(
             nprocs=nprocs,
@@ -69,8 +68,9 @@ class Crew:
             logs=logs,
             env=env,
         )
-        self._host = host
+        self._host: Host | None = None
         self._restart = 0
+        self._once = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._held: list[Team] = []
@@ -82,9 +82,15 @@ class Crew:
 
     @classmethod
     def of(cls, options: Options, host: Host | None = None, restart: int = 0) -> Crew:
-        """A crew with these options; ``restart`` says how often its job was started before."""
-        crew = cls(options.nprocs, host=host)
-        crew._options, crew._restart = options, restart
+        """A crew for one run.
+
+        Args:
+            options: how its ranks are started.
+            host: the place of this machine in a job of several.
+            restart: how often its job was started before.
+        """
+        crew = cls(options.nprocs)
+        crew._options, crew._host, crew._restart, crew._once = options, host, restart, True
         return crew
 
     def __reduce__(self) -> Any:
@@ -129,6 +135,12 @@ class Crew:
             raise TypeError(f"fn should be callable, but is {fn!r}")
         if os.getpid() != self._owner:
             raise RuntimeError(f"this crew is one of process {self._owner}, of which this one is a fork: make another")
+        if getattr(process.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "ranks cannot be started while this process imports the script that starts them: put what the script "
+                'does under `if __name__ == "__main__":`, and leave what its ranks import outside of it'
+            )
+        _check_call(fn, args, kwargs)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another run of this crew has not returned yet")
         try:
@@ -164,8 +176,12 @@ class Crew:
         from torchcrew.launcher.team import Team
 
         self._renew = False
-        self._held.append(Team(self._options, self._host, self._restart))
-        return self._held[0]
+        team = Team(self._options, self._host, self._restart, once=self._once)
+        self._held.append(team)
+        if not self._finalizer.still_active():  # another thread has closed the crew meanwhile, and closes nothing more
+            _close(self._held, self._owner)
+            raise RuntimeError("this crew is closed")
+        return team
 
     def explain(self) -> str:
         """Say where every rank is now, and who waits for whom; "" when none runs."""
@@ -183,6 +199,22 @@ class Crew:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call that the function cannot take, before anything is started."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise TypeError(
+            f"{name}{signature} cannot be called so: {error}. It gets what stands behind it, without a rank, which "
+            "torchcrew.rank() says; how many ranks there are is nprocs"
+        ) from None
 
 
 def _close(held: list[Team], owner: int) -> None:

@@ -21,7 +21,7 @@ from torchcrew.crew.functions import Pickler
 from torchcrew.crew.reports import Failure, Kind
 from torchcrew.errors import RankDied, RankFailed
 
-__all__ = ("End", "describe", "error", "is_consequence", "pack", "signal_name")
+__all__ = ("End", "describe", "error", "is_consequence", "pack", "signal_name", "unpack")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class End:
     """None for one that has not ended by itself."""
     failure: Failure | None
     stderr: Sequence[str]
+    remark: str = ""
+    """What else there is to say."""
 
 
 def is_consequence(end: End) -> bool:
@@ -124,20 +126,23 @@ def _dumps(obj: Any) -> bytes:
 def error(end: End) -> Exception:
     """The exception to raise for a failed rank."""
     if end.failure is None:
-        return _complete(RankDied(f"{_who(end)} {_how_it_died(end)}{_last_lines(end)}"), end)
-    what = f"{_who(end)} raised an exception. There:\n\n{end.failure.text.rstrip()}\n{_last_lines(end)}"
+        how = " ".join(part for part in (_how_it_died(end), end.remark) if part)
+        return _complete(RankDied(f"{_who(end)} {how}{_last_lines(end)}"), end)
+    remark = f" {end.remark}" if end.remark else ""
+    what = f"{_who(end)} raised an exception.{remark} There:\n\n{end.failure.text.rstrip()}\n{_last_lines(end)}"
     failed = _complete(RankFailed(what), end)
-    original = _unpack(end.failure.pickled)
+    original = unpack(end.failure.pickled)
     if original is None:
         return failed
     original.__cause__ = failed
     return original
 
 
-def _unpack(pickled: bytes) -> Exception | None:
+def unpack(pickled: bytes) -> Exception | None:
+    """What `pack` made; None where this process cannot rebuild it, or where it should not raise it."""
     try:
         original = pickle.loads(pickled)
-    except Exception:  # of a class that this process cannot import
+    except Exception:  # there is none, or it is of a class that this process cannot import
         return None
     # One like KeyboardInterrupt would mean something else here.
     return original if isinstance(original, Exception) else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torchcrew.crew import stacks
 from torchcrew.crew.stack_text import Frame, Stacks
 from torchcrew.launcher.frames import lines_of, place, site, users_frame
-from torchcrew.launcher.ledger import Call, Entry, Ledger, Phase
+from torchcrew.launcher.ledger import CALLS_KEPT, Call, Entry, Ledger, Phase
 
 __all__ = ("Member", "explain", "report")
 
@@ -178,7 +178,7 @@ def _for(text: str, those: Collection[object]) -> str:
     if len(those) == 1:
         return text
     verb, space, rest = text.partition(" ")
-    return _PLURALS.get(verb, verb) + space + rest
+    return _PLURALS.get(verb, verb) + space + rest.replace("for its loader's", "for their loaders'")
 
 
 def _position(rank: _Rank) -> str:
@@ -269,17 +269,17 @@ def _missing(ranks: Sequence[_Rank], ledger: Ledger) -> list[str]:
         call = waiting.entry.call
         if call is None or not call.sequence or not call.generation or waiting.stacks.problem == "has ended":
             continue
-        late: dict[int, list[int]] = {}
+        late: dict[tuple[int, str], list[int]] = {}
         ahead: dict[int, list[int]] = {}
         for rank in ranks:
             last = ledger.latest(rank.index, call.group, call.generation)
             # Of a group that is not the default one only those are known to be members who have called something.
             if last < call.sequence and (last or not call.group):
-                late.setdefault(last, []).append(rank.number)
+                late.setdefault((last, _last(last, rank.entry.calls)), []).append(rank.number)
             elif last > call.sequence:
                 ahead.setdefault(last, []).append(rank.number)
         if late:
-            who = "; ".join(f"{_named('rank', numbers)} ({_last(last)})" for last, numbers in sorted(late.items()))
+            who = "; ".join(f"{_named('rank', numbers)} ({last})" for (_, last), numbers in sorted(late.items()))
             sentences[f"missing from {_title(call)}: {who}"] = None
         if ahead:
             who = "; ".join(f"{_named('rank', numbers)} (at #{last})" for last, numbers in sorted(ahead.items()))
@@ -287,8 +287,11 @@ def _missing(ranks: Sequence[_Rank], ledger: Ledger) -> list[str]:
     return list(sentences)
 
 
-def _last(sequence: int) -> str:
-    return f"last was in #{sequence}" if sequence else "was in none yet"
+def _last(sequence: int, calls: int) -> str:
+    """The last number that a rank has called in a group, of so many calls in all groups; 0 for none that is known."""
+    if sequence:
+        return f"last was in #{sequence}"
+    return "was in none yet" if calls <= CALLS_KEPT else "was in none of late"
 
 
 # Names and stacks ----------------------------------------------------------------------------------------------------

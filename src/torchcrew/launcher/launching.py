@@ -105,6 +105,9 @@ def _is_a_ranks(error: Exception) -> bool:
 
 
 def _say_restart(error: Exception, number: int, restarts: int) -> None:
+    from torchcrew.errors import RankFailed
     from torchcrew.launcher.failures import describe
 
-    log.warning("%s; all ranks are started anew (%d of %d restarts)", describe(error), number, restarts)
+    failed = error if isinstance(error, RankFailed) else error.__cause__
+    where = f"rank {failed.rank}: " if isinstance(failed, RankFailed) and failed is not error else ""
+    log.warning("%s%s; all ranks are started anew (%d of %d restarts)", where, describe(error), number, restarts)

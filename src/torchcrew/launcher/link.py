@@ -61,6 +61,8 @@ class Returned:
     number: int
     value: Any
     has_group: bool
+    alone: bool = True
+    """No other thread of the rank goes on."""
 
 
 @dataclass

@@ -43,6 +43,8 @@ SILENCE = 15.0
 GATHER_TIMEOUT = 180.0
 #: How long an answer of the store may take, in seconds.
 STORE_TIMEOUT = 10.0
+#: How often the main thread is told that the job is over, in seconds, until it has noticed.
+REMIND_EVERY = 0.5
 #: How long to wait for the machine that failed first, in seconds, where an error says that a peer is gone.
 CAUSE_TIMEOUT = 2.0
 #: Elastic's words for a rank, which mean node_main; the crew gives the ranks their own.
@@ -191,7 +193,6 @@ class Meeting:
 
     def _interrupt(self, *_: object) -> None:
         if self.armed:
-            self.armed = False
             raise _Interrupted
 
     def _tell(self, error: Exception) -> None:
@@ -238,7 +239,9 @@ class Meeting:
 
     def _give_up(self, problem: HostFailed) -> NoReturn:
         self.problem = problem
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+        while self.armed:  # an exception raised in the middle of a finalizer is swallowed
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+            self.stop.wait(REMIND_EVERY)
         sys.exit()  # ends this thread
 
 

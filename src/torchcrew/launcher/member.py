@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from multiprocessing import process
 from multiprocessing import util as _typed_util
 from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
+from torchcrew.channel.envelope import Envelope
 from torchcrew.crew import rank as ranks
-from torchcrew.crew import reports, stacks
+from torchcrew.crew import reports, stacks, zygote
 from torchcrew.crew.reports import Report
 from torchcrew.crew.situation import ThreadPools
 from torchcrew.launcher import failures, group, recorder
@@ -35,9 +39,6 @@ from torchcrew.launcher.output import Streams
 __all__ = ("RankSide", "Start", "be_rank")
 
 util: Any = _typed_util  # its type hints leave out what `multiprocessing` itself uses of it
-
-#: How long a failed rank waits to be ended, in seconds, before it ends by itself.
-FAILED_TIMEOUT = 30.0
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Start:
     plan: group.Plan
     environ: dict[str, str]
     method: str
+    #: The default start method of the user's process, which shall be that of its ranks; None where nobody has set it.
+    default: str | None = None
     #: The user's ends of everything, which a forked rank inherits and must close.
     inherited: list[Any] = field(default_factory=list)
 
@@ -117,6 +120,7 @@ class _Member:
         self.start = start
         self.plan = start.plan
         self.index = start.plan.local_rank
+        self.pid = os.getpid()
         parent = process.parent_process()
         self.user = -1 if parent is None else _death_of(parent, start.method)
 
@@ -163,6 +167,7 @@ class _Member:
         start.ledger.set_pid(self.index, os.getpid())
         start.ledger.enter(self.index, Phase.STARTING)
         stacks.offer(f"rank {self.plan.rank}")
+        self.take_default_start_method()
         os.environ.update(start.environ)
         if start.method != "zygote":
             ThreadPools().limit()
@@ -171,6 +176,15 @@ class _Member:
         recorder.install(start.ledger, self.index, self.plan.first)
         group.make_ready(self.plan)
         start.ledger.enter(self.index, Phase.IDLE)
+
+    def take_default_start_method(self) -> None:
+        """Start processes as the user's does: a new process would do so as it was started itself.
+
+        A loader's workers are forked, where the user has not said otherwise, as under torchrun.
+        """
+        if self.start.default == "zygote":
+            zygote.register(zygote.get_context())
+        multiprocessing.set_start_method(self.start.default, force=True)
 
     def next_message(self) -> Message:
         """Wait for a message.
@@ -196,14 +210,30 @@ class _Member:
                 group.renew(self.plan)
             group.begin_run()
             value = self.call(message)
-            packed = Link.pack(Returned(message.number, value, group.has_group()))
+            self.be_no_fork()
+            packed = self.pack(message, value)
         except SystemExit:
             raise
         except BaseException as error:
+            self.be_no_fork(error)
             self.fail(error)
         ledger.enter(self.index, Phase.RETURNED)
         _flush()
         self.start.link.send(packed)
+
+    @staticmethod
+    def pack(message: Run, value: Any) -> Envelope:
+        """The answer to a message."""
+        try:
+            return Link.pack(Returned(message.number, value, group.has_group(), threading.active_count() == 1))
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                name = getattr(message.fn, "__qualname__", repr(message.fn))
+                error.add_note(
+                    f"This is about what {name} returned, which cannot be sent to the process that called launch or "
+                    "run. Of a tensor with a graph return loss.item() or loss.detach(), of a model its state_dict()."
+                )
+            raise
 
     @staticmethod
     def call(message: Run) -> Any:
@@ -211,9 +241,18 @@ class _Member:
         try:
             return message.fn(*message.args, **message.kwargs)
         except SystemExit as leaving:
-            if leaving.code not in (None, 0):
-                raise
-            return None
+            if leaving.code is None or (isinstance(leaving.code, int) and leaving.code == 0):
+                return None
+            raise
+
+    def be_no_fork(self, error: BaseException | None = None) -> None:
+        """End a process that the function has forked and that comes out of it, too: it speaks for no rank."""
+        if os.getpid() == self.pid:
+            return
+        if error is not None:
+            traceback.print_exception(error)
+        _flush()
+        os._exit(error is not None)
 
     def fail(self, error: BaseException, note: str = "") -> NoReturn:
         """Report an exception, and wait to be ended: with this rank's sockets its peers would lose theirs."""
@@ -227,9 +266,8 @@ class _Member:
         self.start.ledger.enter(self.index, Phase.FAILED)
         with contextlib.suppress(OSError):
             self.start.link.send(Link.pack(Failed()))
-        deadline = time.monotonic() + FAILED_TIMEOUT
         with contextlib.suppress(BaseException):
-            while time.monotonic() < deadline and not isinstance(self.next_message(), Close):
+            while not isinstance(self.next_message(), Close):
                 pass
         os._exit(1)
 
@@ -253,9 +291,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that is the user's; all of it where nothing is."""
-    found = traceback
+    found = trace
     while found is not None and found.tb_frame.f_code.co_filename == __file__:
         found = found.tb_next
-    return found or traceback
+    return found or trace

@@ -219,8 +219,8 @@ class _Outcome:
         if not size:
             return None
         packed, packed_cause, text = pickle.loads(os.pread(self.fd, size, 0))
-        cause = _unpack(packed_cause)
-        error = _unpack(packed) or cause or HostFailed(text)
+        cause = failures.unpack(packed_cause)
+        error = failures.unpack(packed) or cause or HostFailed(text)
         if error is not cause:
             error.__cause__ = cause
         return error
@@ -233,14 +233,6 @@ def _outcome_arrives(fd: Any) -> _Outcome:
     outcome = _Outcome.__new__(_Outcome)
     outcome.fd = fd.detach()
     return outcome
-
-
-def _unpack(packed: bytes) -> Exception | None:
-    try:
-        error = pickle.loads(packed)
-    except Exception:  # none, or of a class that only the ranks have
-        return None
-    return error if isinstance(error, Exception) else None
 
 
 def _config(nodes: Nodes, options: Options, hosts_store: bool) -> Any:

@@ -164,12 +164,15 @@ class _Source:
 class Output:
     """The output of all ranks of a crew, in the user's process. No thread: a loop polls `descriptors`."""
 
-    def __init__(self, count: int, logs: str | os.PathLike[str] | None = None, first: int = 0) -> None:
+    def __init__(
+        self, count: int, logs: str | os.PathLike[str] | None = None, first: int = 0, append: bool = False
+    ) -> None:
         """Make it; a folder and its empty files at once.
 
         Args:
             count: of the ranks. Everything else here counts them from 0 on...
             first: ... but what the user sees, from this one on.
+            append: keep what is in the files.
             logs: None for lines as they are, "prefix" for lines with the rank before them where there are several, or
                 a folder in which each rank writes its own `rank0.log`, ...; files of these names are emptied.
 
@@ -188,7 +191,8 @@ class Output:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             for rank in range(count):
-                self._file(rank).write_bytes(b"")
+                with self._file(rank).open("ab" if append else "wb"):
+                    pass
 
     def streams(self, rank: int) -> Streams:
         """The streams of a rank that is about to start; call `started` when it has."""
@@ -196,9 +200,9 @@ class Output:
         if self._folder is not None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             out = err = _high(os.open(self._file(rank), flags, 0o666))
+            self._write_ends[rank] = {out}
         else:
             out, err = self._pipe(rank, STDOUT), self._pipe(rank, STDERR)
-        self._write_ends[rank] = {out, err}
         return Streams(out, err, self)
 
     def started(self, rank: int) -> None:
@@ -307,6 +311,7 @@ class Output:
     def _pipe(self, rank: int, stream: int) -> int:
         """Make a pipe for a stream of a rank; returns the write end."""
         read_end, write_end = map(_high, os.pipe())
+        self._write_ends.setdefault(rank, set()).add(write_end)  # at once: there may be no descriptor for the next
         os.set_blocking(read_end, False)
         size = PIPE
         while size * 2 * self._count > PIPES:

@@ -92,7 +92,7 @@ class _Group:
 
 
 #: A call that a thread is in: the dict that the hook of the thread's outermost call was given, by which its end is
-#: known; what is in the ledger; the group's name, and the call's number.
+#: known; what is in the ledger; the group's name, and the call's number (0: it has none, or keeps it).
 _Open = tuple[dict[str, Any], Begun | None, str, int]
 
 
@@ -155,7 +155,10 @@ class _Recorder:
             CollectiveMismatch: a peer has called something else.
         """
         thread = get_ident()
-        if thread in self.open:
+        outer = self.open.get(thread)
+        if outer is not None:
+            # The outer one has reached its peers by now: what it may raise yet does not take its number back.
+            self.open[thread] = (*outer[:3], 0)
             return
         self.open[thread] = (kwargs, None, "", 0)
         try:
@@ -188,7 +191,8 @@ class _Recorder:
         with self.lock:
             del self.open[thread]
             if call[1] is not None:
-                others = [begun for _, begun, *_ in self.open.values() if begun] if self.open else None
+                # Copied at once: another thread may be about to begin.
+                others = [begun for _, begun, *_ in list(self.open.values()) if begun] if self.open else None
                 self.ledger.end(self.index, others[-1] if others else None)
 
     def refused(self, kwargs: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def _gather_object(
 def _broadcast_object_list(
     object_list: Any, src: Any = None, group: Any = None, device: Any = None, group_src: Any = None, **_: Any
 ) -> Asked:
-    return Asked(group, None, None, "src", _or_first(src, group_src), group_src)
+    return Asked(group, None, None, "src", _or_first(src, group_src), group_src, f"objects={len(object_list)}")
 
 
 def _scatter_object_list(

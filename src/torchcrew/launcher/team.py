@@ -5,8 +5,7 @@
                            every rank returned ─► values         one failed or died ─► first cause ─► end all ─► raise
       close()            ask ─► SIGTERM ─► SIGKILL
 
-Owner      of processes, pidfds (the guardian's), our ends of the links, the reports, the ledger, the output pipes, and
-           the socket that keeps MASTER_PORT for the ranks.
+Owner      of the ranks (`rank_process`), the ledger, the output pipes, and the socket that keeps MASTER_PORT for them.
 Closing    `close` or `end`, both idempotent; no rank runs after them, nor what is in its process group.
 Death      of a rank: its pidfd, whatever it was doing. Of this process: the guardian kills the ranks' groups.
 """
@@ -14,32 +13,26 @@ Death      of a rank: its pidfd, whatever it was doing. Of this process: the gua
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import select
 import signal
-import socket
 import threading
 import time
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Container
 
-from torchcrew.crew import guardian, zygote
-from torchcrew.crew.guardian_main import is_dead, signal_group
-from torchcrew.crew.rendezvous import Rendezvous
-from torchcrew.crew.reports import Report, first
+from torchcrew.crew.reports import first
 from torchcrew.errors import RanksStuck
 from torchcrew.launcher import failures, hang
 from torchcrew.launcher.failures import End
-from torchcrew.launcher.group import Plan
-from torchcrew.launcher.ledger import Ledger
-from torchcrew.launcher.link import Close, Failed, Guarded, Link, Returned, Run
-from torchcrew.launcher.member import Start, be_rank
+from torchcrew.launcher.ledger import Ledger, Phase
+from torchcrew.launcher.link import Close, Failed, Link, Returned, Run
 from torchcrew.launcher.options import Host, Options
 from torchcrew.launcher.output import Output
+from torchcrew.launcher.rank_process import KILL_TIMEOUT, RankProcess
+from torchcrew.launcher.starting import Starting
+from torchcrew.launcher.watch import ABSENCE_EVERY, Absence, Progress, asked
 
-__all__ = ("Member", "Team")
+__all__ = ("Team",)
 
 #: How long to wait for the rank that was the cause, in seconds, where a failure seen is a mere consequence of it.
 CAUSE_TIMEOUT = 0.5
@@ -49,126 +42,53 @@ TERMINATE_TIMEOUT = 0.25
 INTERRUPT_TIMEOUT = 1.0
 #: How long ranks may take to end when they are asked to, in seconds: their exit handlers, and threads of the user's.
 CLOSE_TIMEOUT = 5.0
-#: How long SIGKILL may take, in seconds; a process in uninterruptible sleep is left behind then.
-KILL_TIMEOUT = 5.0
-#: How often progress is looked for, in seconds, where a timeout is given.
-LOOK_EVERY = 0.1
-
-
-@dataclass
-class Member:
-    """A rank, as the user's process sees it."""
-
-    rank: int
-    process: Any
-    link: Link
-    report: Report
-    pid: int
-    pidfd: int | None = None
-    """None for one that was gone before it could be watched."""
-
-    def is_gone(self) -> bool:
-        """Whether it has ended."""
-        return self.pidfd is None or is_dead(self.pidfd)
-
-    def signal(self, signum: int) -> None:
-        """Signal it, and all that is in its process group."""
-        if self.pidfd is not None:
-            signal_group(self.pid, self.pidfd, signum)
-
-    def let_go(self) -> None:
-        """Reap it, and close what there is for it: an error's traceback may keep this object for long."""
-        self.process.join(KILL_TIMEOUT)
-        self.pidfd = None
-        guardian.forget(self.pid)
-        with contextlib.suppress(ValueError):  # it could not be killed
-            self.process.close()
 
 
 class Team:
     """Started ranks."""
 
-    def __init__(self, options: Options, host: Host | None = None, restart: int = 0) -> None:
+    def __init__(self, options: Options, host: Host | None = None, restart: int = 0, *, once: bool = False) -> None:
         """Start them; returns before they are ready.
 
         Args:
             options: how.
             host: the place of this machine, if others take part.
             restart: how often they were started before.
+            once: there will be one run.
 
         Raises:
             Exception: whatever starting one raises; none runs then.
         """
         self.options = options
         self.count = options.ranks()
-        self.members: list[Member] = []
+        self.members: list[RankProcess] = []
         self.closed = False
         self._runner: int | None = None  # the thread that is in `run`
         self._let_run = threading.Event()  # it is not
         self._interrupted = False
-        #: An eventfd: somebody wants to know where the ranks are.
-        self.asked = -1
-        self._port: socket.socket | None = None
+        self._number = 0  # of the run
+        self._once = once
+        self._dismissed: set[int] = set()  # that have returned, and were told to end
+        self._asked = -1  # an eventfd: somebody wants to know where the ranks are
         with contextlib.ExitStack() as undo:
             undo.callback(self.end)
-            self.output = Output(self.count, options.logs, 0 if host is None else host.first)
+            self.output = Output(self.count, options.logs, 0 if host is None else host.first, restart > 0)
             self.ledger = Ledger.create(self.count)
-            self._start_all(host, restart)
+            self.starting = Starting(options, self.count, host, restart)
+            self._start_all()
             undo.pop_all()
 
-    # Starting ---------------------------------------------------------------------------------------------------------
-
-    def _start_all(self, host: Host | None, restart: int) -> None:
+    def _start_all(self) -> None:
         environ = self.output.environment() | self.options.environment(self.count)
-        rendezvous = None
-        if host is None:
-            self._port = _reserve_port()
-            address = self._port.getsockname()
-            rendezvous = Rendezvous()
-        else:
-            address = host.address, host.port
         try:
             for index in range(self.count):
-                self._start(self._plan(index, host, restart, address, rendezvous), environ)
+                plan = self.starting.plan(index)
+                member = RankProcess(plan.rank)
+                others = tuple(self.members)
+                self.members.append(member)  # before its start, which an interrupt may leave half done
+                member.start(plan, self.options.start_method, environ, self.ledger, self.output, others)
         finally:
-            if rendezvous is not None:
-                rendezvous.close()
-
-    def _plan(
-        self, index: int, host: Host | None, restart: int, address: tuple[str, int], rendezvous: Rendezvous | None
-    ) -> Plan:
-        first_rank = 0 if host is None else host.first
-        return Plan(
-            rank=first_rank + index,
-            world_size=self.count if host is None else host.world_size,
-            local_rank=index,
-            local_world_size=self.count,
-            first=first_rank,
-            backend=self.options.backend_for(self.count),
-            address=address,
-            rendezvous=rendezvous,
-            env=_elastic_variables(self.options, host, restart),
-        )
-
-    def _start(self, plan: Plan, environ: dict[str, str]) -> None:
-        method = self.options.start_method
-        context: Any = zygote.get_context() if method == "zygote" else multiprocessing.get_context(method)
-        ours, theirs = Link.pair()
-        inherited = [ours, *(member.link for member in self.members)]
-        report = Report()
-        streams = self.output.streams(plan.local_rank)
-        start = Start(report, streams, theirs, self.ledger, plan, environ, method, inherited)
-        process = context.Process(target=be_rank, args=(start,), name=f"rank {plan.rank}")
-        process.environ = environ
-        process.start()
-        member = Member(plan.rank, process, ours, report, process.pid)
-        self.members.append(member)
-        member.pidfd = guardian.watch(process.pid)
-        theirs.close()
-        if method != "zygote":  # whose processes wait for their guard before anything of them runs
-            with contextlib.suppress(OSError):  # it is gone, which its pidfd says
-                ours.send(Link.pack(Guarded()))
-        self.output.started(plan.local_rank)
+            self.starting.done()
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -183,15 +103,20 @@ class Team:
             RanksStuck: no rank made any progress for as long as ``timeout`` says; the same.
             BaseException: whatever interrupts this; the same.
         """
+        if self.closed:
+            raise RuntimeError("this crew was closed")
         packed = Link.pack(message)
+        self._number = message.number
         self._runner = threading.get_ident()
         self._let_run.clear()
         try:
             for member in self.members:
-                with contextlib.suppress(OSError):  # it is gone, which its pidfd says
+                # It is gone, which its pidfd says. Other errors, as of too many descriptors in flight, would leave a
+                # rank without a message, which nobody would ever hear of.
+                with contextlib.suppress(ConnectionError):
                     member.link.send(packed)
             del packed
-            with _explaining(self):
+            with asked() as self._asked:
                 return self._collect()
         except KeyboardInterrupt:
             self.end(signal.SIGINT, INTERRUPT_TIMEOUT)
@@ -202,19 +127,39 @@ class Team:
                 raise RuntimeError("this crew was closed while its ranks ran") from None
             raise
         finally:
+            self._asked = -1
             self._runner = None
             self._let_run.set()
 
     def _collect(self) -> list[Returned]:
         returned: dict[int, Returned] = {}
-        watch = _Watch(self)
+        progress = Progress(self.options.timeout, self._ticks, self._is_starting, self.explain)
+        absence = Absence(self.ledger, self.count)
         while len(returned) < self.count:
-            failed = self._look(returned, watch.left())
+            naps = [nap for nap in (progress.left(), ABSENCE_EVERY if returned else None) if nap is not None]
+            failed = self._look(returned, min(naps, default=None), known=self._dismissed)
             if failed:
                 raise self._failure(failed)
-            watch.look()
+            progress.look()
+            self._mind(absence, returned)
         self.output.drain()
         return [returned[index] for index in range(self.count)]
+
+    def _mind(self, absence: Absence, returned: dict[int, Returned]) -> None:
+        """See to it that nobody waits for ever for a rank that has returned.
+
+        Raises:
+            RanksStuck: somebody does.
+        """
+        vain, silent = absence.look({index: one.alone for index, one in returned.items()})
+        if vain:
+            gone = sorted({self.members[index].rank for _, index in vain})
+            raise RanksStuck(f"others wait in vain for {_ranks(gone)}, which returned: {self.explain()}")
+        if silent and self._once and not self._dismissed:
+            self._dismissed = set(returned)
+            for index in self._dismissed:
+                with contextlib.suppress(OSError):
+                    self.members[index].link.send(Link.pack(Close()))
 
     def _look(self, returned: dict[int, Returned], timeout: float | None, known: Container[int] = ()) -> set[int]:
         """Wait until something happens, and take what came; returns the ranks that have failed, but for ``known``."""
@@ -227,8 +172,10 @@ class Team:
             poller.register(member.link, select.POLLIN)
             if member.pidfd is not None:
                 poller.register(member.pidfd, select.POLLIN)
-        if self.asked >= 0:
-            poller.register(self.asked, select.POLLIN)
+            else:
+                timeout = 0.0
+        if self._asked >= 0:
+            poller.register(self._asked, select.POLLIN)
         deadline = self.output.deadline()
         if deadline is not None:
             timeout = min(max(0.0, deadline - time.monotonic()), 3600.0 if timeout is None else timeout)
@@ -236,8 +183,8 @@ class Team:
         for fd in ready & outputs:
             self.output.read(fd)
         self.output.tick()
-        if self.asked in ready:
-            os.eventfd_read(self.asked)
+        if self._asked in ready:
+            os.eventfd_read(self._asked)
             self.output.say(self.explain())
         return {
             index
@@ -254,13 +201,21 @@ class Team:
             while (message := member.link.receive()) is not None:
                 if isinstance(message, Failed):
                     return True
-                if isinstance(message, Returned):
+                # One of a former run comes where that was interrupted, and its end as well.
+                if isinstance(message, Returned) and message.number == self._number:
                     returned[index] = message
         except EOFError:
             # It is about to end, or has closed a descriptor that is not its own.
             gone = True
             if member.pidfd is not None:
                 _wait_for([member.pidfd], KILL_TIMEOUT)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(
+                    f"What rank {member.rank} has returned cannot be unpickled in this process. Of a model that is "
+                    "wrapped for its ranks return model.module.state_dict()."
+                )
+            raise
         return gone
 
     # Failing ----------------------------------------------------------------------------------------------------------
@@ -269,16 +224,18 @@ class Team:
         """The error for the first failure; all ranks have ended then."""
         deadline = time.monotonic() + CAUSE_TIMEOUT
         while True:
-            failed = failed | {i for i, m in enumerate(self.members) if m.is_gone() or m.report.read() is not None}
+            failed |= {i for i, m in enumerate(self.members) if m.is_gone() or m.report.read() is not None}
+            failed -= self._dismissed
             ends = {index: self._end_of(index) for index in sorted(failed)}
             cause = first(
                 {index: end.failure for index, end in ends.items()},
                 {index for index, end in ends.items() if failures.signal_name(end.exitcode)},
             )
             left = deadline - time.monotonic()
-            if not failures.is_consequence(ends[cause]) or len(failed) == self.count or left <= 0:
+            everybody = len(failed) + len(self._dismissed) == self.count
+            if not failures.is_consequence(ends[cause]) or everybody or left <= 0:
                 break
-            failed |= self._look({}, min(left, LOOK_EVERY), known=failed)
+            failed |= self._look({}, left, known=failed | self._dismissed)
         self.output.drain(wait=False)  # the last words of a rank belong to its error
         end = self._end_of(cause)
         self.end()
@@ -286,11 +243,14 @@ class Team:
 
     def _end_of(self, index: int) -> End:
         member = self.members[index]
-        code = None
-        if member.is_gone():
-            member.process.join(KILL_TIMEOUT)
-            code = member.process.exitcode
-        return End(member.rank, member.pid, code, member.report.read(), self.output.tail(index))
+        remark = ""
+        if self._dismissed:
+            gone = _ranks([self.members[number].rank for number in sorted(self._dismissed)])
+            remark = f"Before, {gone} had returned, and the others had done nothing for some time."
+        elif member.is_gone() and not dict(self.ledger.members()).get(index):
+            remark = "It had not begun: importing the script failed, and what it wrote is above."
+        report, tail = member.report.read(), self.output.tail(index)
+        return End(member.rank, member.pid, member.exitcode(), report, tail, remark)
 
     # Ending -----------------------------------------------------------------------------------------------------------
 
@@ -329,12 +289,12 @@ class Team:
         """
         if self.closed:
             return
-        self.closed = True
         with contextlib.ExitStack() as steps:  # each is taken also when one before it raises
             steps.callback(self._let_go)
             steps.callback(self._await_ends, KILL_TIMEOUT)
             for member in self.members:
                 steps.callback(member.signal, signal.SIGKILL)
+            self.closed = True
             if not all(member.is_gone() for member in self.members):
                 for member in self.members:
                     member.signal(signum)
@@ -359,85 +319,34 @@ class Team:
 
     def _let_go(self) -> None:
         with contextlib.ExitStack() as steps:
-            if self._port is not None:
-                steps.callback(self._port.close)
+            if hasattr(self, "starting") and self.starting.port is not None:
+                steps.callback(self.starting.port.close)
             if hasattr(self, "ledger"):
                 steps.callback(self.ledger.close)
             if hasattr(self, "output"):
                 steps.callback(self.output.close)
                 steps.callback(self.output.drain)
             for member in self.members:
-                steps.callback(member.report.close)
-                steps.callback(member.link.close)
                 steps.callback(member.let_go)
 
     # Looking on -------------------------------------------------------------------------------------------------------
 
-    def ticks(self) -> tuple[int, ...]:
+    def _ticks(self) -> tuple[int, ...]:
         """Changes with any progress."""
         return (self.output.activity, *(self.ledger.entry(index).ticks for index in range(self.count)))
 
+    def _is_starting(self) -> bool:
+        """Whether some rank is not yet ready for its function."""
+        return any(self.ledger.entry(index).phase is Phase.STARTING for index in range(self.count))
+
     def explain(self) -> str:
         """Where every rank is, and who waits for whom."""
-        return hang.explain([hang.Member(m.rank, m.pid, self._ended(m)) for m in self.members], self.ledger)
-
-    @staticmethod
-    def _ended(member: Member) -> str:
-        """How a rank has ended; "" for one that runs."""
-        if not member.is_gone():
-            return ""
-        member.process.join(KILL_TIMEOUT)
-        name = failures.signal_name(member.process.exitcode)
-        return f"killed by {name}" if name else f"exit code {member.process.exitcode}"
+        return hang.explain([hang.Member(m.rank, m.pid, m.how_it_ended()) for m in self.members], self.ledger)
 
 
-class _Watch:
-    """Looks for progress, where the user has set a timeout."""
-
-    def __init__(self, team: Team) -> None:
-        self.team = team
-        self.timeout = team.options.timeout
-        self.ticks: tuple[int, ...] = ()
-        self.since = time.monotonic()
-
-    def left(self) -> float | None:
-        """Seconds until the next look."""
-        return None if self.timeout is None else min(LOOK_EVERY, self.timeout)
-
-    def look(self) -> None:
-        """Take note of progress.
-
-        Raises:
-            RanksStuck: there was none for too long.
-        """
-        if self.timeout is None:
-            return
-        ticks, now = self.team.ticks(), time.monotonic()
-        if ticks != self.ticks:
-            self.ticks, self.since = ticks, now
-        elif now - self.since > self.timeout:
-            raise RanksStuck(f"no rank made any progress for {self.timeout:g} s: {self.team.explain()}")
-
-
-@contextlib.contextmanager
-def _explaining(team: Team) -> Iterator[None]:
-    """While ranks run, SIGQUIT (Ctrl-backslash) prints where each of them is, unless the program has a use for it."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGQUIT) is not signal.SIG_DFL
-    ):
-        yield
-        return
-
-    # The handler may run in the middle of anything: it only wakes the loop.
-    team.asked = asked = os.eventfd(0)
-    signal.signal(signal.SIGQUIT, lambda *_: os.eventfd_write(asked, 1))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        team.asked = -1
-        os.close(asked)
+def _ranks(numbers: list[int]) -> str:
+    """In words."""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _wait_for(fds: list[int], timeout: float) -> set[int]:
@@ -446,30 +355,3 @@ def _wait_for(fds: list[int], timeout: float) -> set[int]:
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return {fd for fd, _ in poller.poll(timeout * 1000)}
-
-
-def _reserve_port() -> socket.socket:
-    """A port of this machine that nobody else is given: bound, but without listening.
-
-    torch's stores set the same option, so a rank that makes one can listen there.
-    """
-    port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port.bind(("127.0.0.1", 0))
-    except BaseException:
-        port.close()
-        raise
-    return port
-
-
-def _elastic_variables(options: Options, host: Host | None, restart: int) -> dict[str, str]:
-    """What programs read that count their restarts."""
-    return {
-        "TORCHELASTIC_RESTART_COUNT": str(restart if host is None else host.restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(options.restarts if host is None else host.max_restarts),
-        "TORCHELASTIC_RUN_ID": "torchcrew" if host is None else host.run_id,
-        "GROUP_RANK": str(0 if host is None else host.node_rank),
-        "GROUP_WORLD_SIZE": str(1 if host is None else host.nodes),
-        "TORCHELASTIC_USE_AGENT_STORE": str(host is not None),  # `nodes` serves the store
-    }
