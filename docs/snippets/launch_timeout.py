@@ -18,6 +18,5 @@ def train(steps):
 if __name__ == "__main__":
     try:
         torchcrew.launch(train, 10, nprocs=2, timeout=0.5)
-    except torchcrew.RanksStuck as error:
-        sentences, _, stacks = str(error).partition("\n\n")
-        print(sentences)
+    except torchcrew.errors.RanksStuck as error:
+        print(str(error).partition("\n\n")[0])  # what follows are the stacks

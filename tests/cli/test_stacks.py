@@ -30,9 +30,12 @@ def test_a_program_is_reported_and_left_alone() -> None:
             assert time.monotonic() < deadline, done
         assert (done.returncode, done.stderr) == (0, "")
         assert "Traceback" not in done.stdout
-        answers = json.loads(stacks(str(process.pid), "--json").stdout)
-        assert [(answer["pid"], answer["label"]) for answer in answers] == [(process.pid, "sleeper 3")]
-        assert answers[0]["threads"][0]["is_main"]
+        # Of the whole program, whose first process this one is, whichever of it is named.
+        found = {answer["pid"]: answer for answer in json.loads(stacks(str(process.pid), "--json").stdout)}
+        assert found[process.pid]["label"] == "sleeper 3"
+        assert found[process.pid]["threads"][0]["is_main"]
+        assert found[os.getpid()]["label"] == "the user's process"
+        assert "the user's process (pid" in stacks(str(process.pid)).stdout
         assert process.is_alive()
     finally:
         process.kill()
@@ -53,6 +56,39 @@ def test_a_process_that_has_nothing_of_ours() -> None:
         assert done.stderr.startswith(f"nothing of torchcrew is in process {process.pid}")
         assert process.poll() is None
         process.kill()
+
+
+PROGRAM = """
+import sys, time
+from torchcrew.crew import stacks, zygote
+process = zygote.get_context().Process(target=time.sleep, args=(60,), name="sleeper")
+process.start()
+print(process.pid, flush=True)
+sys.stdin.read()
+process.kill()
+process.join()
+"""
+
+
+def test_above_several_programs_they_are_listed_and_nobody_is_asked() -> None:
+    shell = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(sys.argv[1:]) for _ in range(2)]]"
+    command = [sys.executable, "-c", shell, sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        sleepers = [int(process.stdout.readline()) for _ in range(2)]
+        done = stacks(str(process.pid))
+        assert (done.returncode, done.stdout) == (1, "")
+        first, *listed = done.stderr.splitlines()
+        assert first == f"process {process.pid} has started several programs, give the pid of one:"
+        assert len(listed) == 2
+        for line in listed:
+            assert "-c \\nimport sys" in line
+            one = stacks(line.split()[0])
+            assert one.returncode == 0
+            assert sum(f"sleeper (pid {pid}" in one.stdout for pid in sleepers) == 1
+        process.stdin.close()
+        assert process.wait(20) is not None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +20,7 @@ import torchcrew.multiprocessing as mp
 from tests.crew import stacks_cases as cases
 from tests.crew.programs import state
 from torchcrew.crew import stack_asking, stacks
-from torchcrew.crew.stack_text import Frame, Stacks, frames_of
+from torchcrew.crew.stack_text import Frame, Stacks, frames_of, printable
 from torchcrew.data import DataLoader
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,18 +59,6 @@ def text_bytes(pid: int) -> int:
     size = os.fstat(found[0]).st_size
     os.close(found[0])
     return size - stack_asking.TEXT
-
-
-@contextlib.contextmanager
-def offering(label: str) -> Iterator[None]:
-    """This process offers for a while."""
-    stacks.offer(label)
-    try:
-        yield
-    finally:
-        faulthandler.unregister(stacks.SIGNAL)
-        os.close(stacks._offered)
-        stacks._offered, stacks._offered_by = -1, 0
 
 
 # Where a process may be -----------------------------------------------------------------------------------------------
@@ -368,71 +353,12 @@ def test_a_late_answer_is_no_part_of_the_next_one() -> None:
 # To offer -------------------------------------------------------------------------------------------------------------
 
 
-def test_offering_costs_one_descriptor_and_the_second_time_changes_the_label() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with offering("first"):
-        stacks.offer("second", user=1)
-        stacks.offer("ä" * 200)  # longer than there is room for
-        assert len(stacks.descriptors()) == 1
-        assert len(os.listdir("/proc/self/fd")) == before + 1
-        answer = asked(os.getpid())
-        assert answer.user == 1
-        assert answer.label.startswith("ä" * 100)
-        assert "test_offering_costs" in "".join(frame.function for frame in answer.main)
-        assert not os.get_inheritable(stacks.descriptors()[0])
-    assert stacks.descriptors() == ()
-
-
-def test_offering_without_descriptors_is_silent() -> None:
-    """In the process itself, and in its forks, which must not write into their parent's memfd."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open("/dev/null", os.O_RDONLY)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        stacks.offer("none")
-        assert stacks.descriptors() == ()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with offering("parent"):
-        mine = stacks.descriptors()[0]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (mine + 1, hard))
-        try:
-            pid = os.fork()
-            if not pid:
-                time.sleep(60)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        try:
-            assert "was not started by torchcrew" in asked(pid, 0.2).problem
-            assert stacks.members(os.getpid())
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def test_a_program_that_is_executed_has_no_memfd_of_ours() -> None:
-    with offering("parent"), subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        assert "was not started by torchcrew" in asked(process.pid, 0.2).problem
-        process.kill()
-
-
-def test_offering_from_a_thread_is_the_same() -> None:
-    def work() -> None:
-        stacks.offer("x")
-        offered.set()
-        asked_for.wait(20)
-
-    offered, asked_for = threading.Event(), threading.Event()
-    thread = threading.Thread(target=work)
-    thread.start()
-    offered.wait(20)
-    with offering("y"):
-        answer = asked(os.getpid())
-        asked_for.set()
-        thread.join()
-    assert answer.threads[0].is_main
-    assert any(frame.function == "work" for found in answer.threads[1:] for frame in found.frames)
+@pytest.mark.parametrize("case", ["twice", "without_descriptors", "then_execute", "from_a_thread"])
+def test_offering(case: str) -> None:
+    """In a fresh process: this one may offer already."""
+    code = f"from tests.crew import offer_cases; offer_cases.{case}()"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Who belongs together -------------------------------------------------------------------------------------------------
@@ -447,6 +373,39 @@ def test_children_of_a_dead_zygote_still_belong_to_their_user(ctx: Any) -> None:
         assert {os.getpid(), process.pid} <= set(belong)
         assert stacks.members(process.pid) == [process.pid]
         assert os.getppid() not in belong
+        assert stacks.Processes(process.pid).program_of(process.pid) == os.getpid()
+
+
+def processes(parents: dict[int, int], users: dict[int, int]) -> stacks.Processes:
+    """As if these were all that there are."""
+    made = stacks.Processes.__new__(stacks.Processes)
+    made._parents, made._users = parents, users
+    return made
+
+
+def test_programs_are_the_first_users() -> None:
+    """A shell, 1, above two programs; 12 is a worker of 11, a rank; 30 is a program that a rank has started."""
+    found = processes(
+        {1: 0, 10: 1, 11: 10, 12: 5, 20: 1, 21: 20, 30: 11, 31: 30},
+        {10: 0, 11: 10, 12: 11, 20: 0, 21: 20, 30: 0, 31: 30},
+    )
+    assert found.programs(1) == [10, 20]
+    assert found.of(10) == [10, 11, 12, 30, 31]
+    assert [found.program_of(pid) for pid in (1, 10, 12, 21, 31)] == [1, 10, 10, 20, 30]
+    assert found.programs(10) == [10]
+    assert found.programs(12) == []
+
+
+def test_a_forged_circle_of_users_ends() -> None:
+    found = processes({7: 1, 8: 1}, {7: 8, 8: 7})
+    assert found.program_of(7) == 8
+    assert found.programs(7) == []
+    assert found.of(7) == [7, 8]
+
+
+def test_what_is_not_printable_is_an_escape() -> None:
+    text = printable("\x1b[31mrank 0\n\u202e\udc80\x9b ä漢")
+    assert text == "\\x1b[31mrank 0\\n\\u202e\\udc80\\x9b ä漢"
 
 
 # faulthandler's text --------------------------------------------------------------------------------------------------

@@ -209,6 +209,7 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in group.environment(plan):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv(group.MEMBER, "0")  # so that it is put back
     group.set_environment(plan)
     found = {name: os.environ.pop(name) for name in group.environment(plan)}
     assert group.AGENT not in os.environ

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,8 +155,10 @@ def test_ranks_of_a_second_host_have_their_numbers(ledger: Ledger) -> None:
 
 def test_a_rank_that_has_not_begun_is_starting(ledger: Ledger) -> None:
     assert explain([Member(0, 2**22 + 1)], ledger).startswith("rank 0 has ended")
-    ledger.set_pid(0, os.getpid())
-    assert explain([Member(0, os.getpid())], ledger).startswith("rank 0 was not started by torchcrew")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        ledger.set_pid(0, process.pid)
+        assert explain([Member(0, process.pid)], ledger).startswith("rank 0 was not started by torchcrew")
+        process.kill()
 
 
 def answered(pid: int, *found: Frame, problem: str = "") -> Stacks:
@@ -224,7 +227,8 @@ def test_several_with_a_problem_are_a_plural(ledger: Ledger, problem: str, says:
         ("<string>", True),
         ("<stdin>", True),
         ("/tmp/ipykernel_7/1.py", True),
-        ("/x/lib/python3.11/site-packages/lightning/trainer.py", True),
+        ("/x/lib/python3.11/site-packages/lightning/trainer.py", False),
+        ("/x/bin/torchcrew", False),
         ("/x/lib/python3.11/site-packages/torch/nn/module.py", False),
         ("/x/lib/python3/dist-packages/torch/nn/module.py", False),
         ("/x/lib/python3.13t/threading.py", False),
@@ -280,6 +284,13 @@ def test_a_source_that_cannot_be_read_leaves_the_bare_name(tmp_path: Path, conte
     assert frames.qualified(Frame(str(path), 2, "f")) == "f"
 
 
+def test_an_installed_program_has_a_place_as_well() -> None:
+    package = Frame("/x/lib/python3.11/site-packages/app/main.py", 3, "work")
+    stack = (Frame("/x/lib/python3.11/threading.py", 1, "wait"), package)
+    assert frames.users_frame(stack) == package
+    assert frames.users_frame((*stack, Frame("/u/a.py", 3, "f"))) == Frame("/u/a.py", 3, "f")
+
+
 def test_what_only_starts_a_process_is_not_the_users() -> None:
     started = (Frame(f"{Path(stacks.__file__).parent}/zygote_main.py", 1, "main"), Frame("<string>", 1, "<module>"))
     own = (Frame("/x/lib/python3.11/threading.py", 1, "join"), Frame("<string>", 1, "<module>"))
@@ -333,17 +344,76 @@ def test_a_report_of_processes_without_a_ledger_has_their_stacks() -> None:
             process.join(10)
 
 
-@pytest.mark.parametrize(("pid", "error", "text"), [(2**22 + 1, ProcessLookupError, "no process"), (0, None, "")])
-def test_a_report_that_cannot_be_made_says_why(pid: int, error: Any, text: str) -> None:
-    if error is None:
-        child = os.fork()
-        if not child:
-            time.sleep(60)
-        pid, error, text = child, ValueError, "nothing of torchcrew is in process"
+def test_a_report_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(ProcessLookupError, match="no process"):
+        report(2**22 + 1)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        for make in (report, hang.answers):
+            with pytest.raises(ValueError, match="nothing of torchcrew is in process"):
+                make(process.pid)
+        process.kill()
+
+
+def test_a_forged_ledger_is_read(ledger: Ledger) -> None:
+    """Whatever phase it has; and what it says of calls is printed without control characters."""
+    ledger.enter(0, 77)  # type: ignore[arg-type]
+    assert ledger.entry(0).phase is Phase.STARTING
+    ledger.enter(0, Phase.RUNNING)
+    ledger.begin(0, Call("\x1b[2Jall", sequence=1, site="a\nb:1"))
+    text = hang._explained([Member(0, 7)], ledger, {7: answered(7, Frame("/u/\x1b.py", 1, "\x9b"))})
+    assert text.startswith("rank 0 waits in \\x1b[2Jall #1 (a\\nb:1)\n")
+    assert text.replace("\n", "").isprintable()
+
+
+def test_another_file_of_like_name_is_no_ledger(ledger: Ledger) -> None:
+    other = os.memfd_create("torchcrew-ledger2")
     try:
-        with pytest.raises(error, match=text):
-            report(pid)
+        os.ftruncate(other, os.fstat(ledger._fd).st_size)
+        os.pwrite(other, ledger._read(0, 4096), 0)
+        assert os.readlink(f"/proc/self/fd/{ledger._fd}") == "/memfd:torchcrew-ledger (deleted)"
+        ledger.close()
+        assert Ledger.of_process(os.getpid()) is None
     finally:
-        if text.startswith("nothing"):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        os.close(other)
+
+
+def test_who_waits_for_an_async_collective_is_after_it(ledger: Ledger) -> None:
+    """It has ended for the ledger, and its rank waits for those who are behind."""
+    for rank, calls in enumerate((2, 2, 1, 0)):
+        ledger.enter(rank, Phase.RUNNING)
+        for number in range(1, calls + 1):
+            ledger.begin(rank, Call("all_reduce", sequence=number, site="a.py:30"))
+            ledger.end(rank)
+    answers = {pid: answered(pid, Frame("/u/a.py", 30 + (pid > 1), "f")) for pid in range(4)}
+    text = hang._explained([Member(rank, rank) for rank in range(4)], ledger, answers)
+    assert text.splitlines()[:3] == [
+        "ranks 0, 1 are in f (a.py:30) after all_reduce #2; rank 2 is in f (a.py:31) after all_reduce #1; "
+        "rank 3 is in f (a.py:31)",
+        "behind all_reduce #2: rank 2 (last was in #1); rank 3 (was in none yet)",
+        "behind all_reduce #1: rank 3 (was in none yet)",
+    ]
+
+
+def test_the_launching_process_is_one_line_and_a_returned_rank_has_no_stack(ledger: Ledger) -> None:
+    package = Path(hang.__file__).parent
+    stack = (
+        Frame(str(package / "team.py"), 140, "_collect"),
+        Frame(str(package / "launching.py"), 5, "launch"),
+        Frame("/u/train.py", 30, "main"),
+        Frame("/v/bin/torchcrew", 8, "<module>"),
+    )
+    one = Stacks(7, "the user's process", "sleeps", (Thread(7, "", True, stack),))
+    assert hang._stacks([one]) == ["the user's process (pid 7) waits for its ranks, in launch (train.py:30)"]
+    command = Stacks(7, "the user's process", "sleeps", (Thread(7, "", True, stack[:2] + stack[3:]),))
+    assert hang._stacks([command]) == ["the user's process (pid 7) waits for its ranks"]
+    ledger.enter(0, Phase.RETURNED)
+    text = hang._explained([Member(0, 7)], ledger, {7: answered(7, Frame("/u/a.py", 1, "f"))})
+    assert text == "rank 0 has returned"
+
+
+def test_ranks_of_another_host_keep_their_numbers_where_one_has_ended(ledger: Ledger) -> None:
+    for rank in range(4):
+        ledger.set_pid(rank, 100 + rank)
+    found = {100 + rank: Stacks(100 + rank, f"rank {4 + rank}") for rank in (1, 2, 3)}
+    assert hang._first(ledger, found) == 4
+    assert hang._first(ledger, {101: Stacks(101, "rank 0")}) == 0  # forged

@@ -183,6 +183,8 @@ def launch_command(
     for name, value in {"--tee": tee, "--redirects": redirects}.items():
         if not _STREAMS.fullmatch(value):
             raise typer.BadParameter(f"{name} is {value!r}, but should be 0, 1, 2 or 3, or that for ranks: 0:1,1:3")
+    if logs not in (None, "prefix", "none"):
+        raise typer.BadParameter(f"--logs is {logs!r}, but should be prefix or none; --log-dir puts output into files")
     options = _options(
         nprocs=_ranks(nproc),
         backend=None if backend == "none" else backend,
@@ -291,8 +293,6 @@ def _asks_for_streams(std: str) -> bool:
 
 def _logs(logs: str | None, log_dir: str | None, redirects: str, tee: str, several: bool) -> str | None:
     """Where output goes: files if they are asked for, else the terminal."""
-    if logs not in (None, "prefix", "none"):
-        raise typer.BadParameter(f"--logs is {logs!r}, but should be prefix or none; --log-dir puts output into files")
     if log_dir is None and _asks_for_streams(redirects):
         log_dir = tempfile.mkdtemp(prefix="torchcrew-logs-")
         _say(f"output goes to files in {log_dir}")

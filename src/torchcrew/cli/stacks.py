@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from torchcrew.crew import stacks
 from torchcrew.launcher import hang
 
 __all__ = ("stacks_command",)
@@ -21,12 +20,11 @@ def stacks_command(
     """Print the Python stacks of a running program's processes, equal ones together; of ranks, who waits for whom.
 
     Loader workers, pools and ranks are asked, and anything else that torchcrew has started. They go on undisturbed.
+    Where PID has started several programs, as a shell has, these are listed instead.
     """
     try:
-        text = hang.report(pid)
+        text = json.dumps([asdict(answer) for answer in hang.answers(pid)], indent=1) if as_json else hang.report(pid)
     except (ProcessLookupError, PermissionError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    if as_json:
-        text = json.dumps([asdict(answer) for answer in stacks.ask(stacks.members(pid))], indent=1)
     typer.echo(text)

@@ -1,4 +1,4 @@
-"""Asking processes for their stacks, and who belongs to a program; `stacks.py` has the picture."""
+"""Asking processes for their stacks; `stacks.py` has the picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ from dataclasses import dataclass
 from torchcrew.crew.guardian_main import is_dead
 from torchcrew.crew.stack_text import Stacks, Thread, frames_of
 
-__all__ = ("HEAD", "LINK", "MAGIC", "NAME", "SIGNAL", "TEXT", "ask", "exists", "members")
+__all__ = (
+    "HEAD",
+    "LINK",
+    "MAGIC",
+    "NAME",
+    "SIGNAL",
+    "TEXT",
+    "ask",
+    "exists",
+    "numbers_in",
+    "owner_of",
+    "stat_of",
+    "user_of",
+)
 
 SIGNAL = signal.SIGRTMAX - 7
 """The signal that asks: far from both ends, where C libraries, debuggers and service managers take theirs."""
@@ -114,7 +127,7 @@ class _Question:
         if self._to_ask is not None:
             self._go_on()
             return
-        letter, uid = _state(self.pid), _owner(self.pid)
+        letter, uid = _state(self.pid), owner_of(self.pid)
         self.state = _STATES.get(letter, "")
         if letter in "ZX":
             self._end(_ENDED)
@@ -151,7 +164,7 @@ class _Question:
             return
         if not self._is_at_rest(self.pid):
             return
-        others = [tid for tid in _numbers(f"/proc/{self.pid}/task") if tid != self.pid]
+        others = [tid for tid in numbers_in(f"/proc/{self.pid}/task") if tid != self.pid]
         os.ftruncate(self._memfd, TEXT)
         self._to_ask = sorted(others)[:_MOST_THREADS]
         if not self._send(self.pid, TEXT):
@@ -259,34 +272,14 @@ def exists(pid: int) -> bool:
         return False
 
 
-def members(*pids: int) -> list[int]:
-    """The processes of one program, or of several: these, their descendants, and those that work for one of them.
-
-    The latter are found by what they say, also when the process that forked them is gone.
-
-    Returns:
-        Their pids, in order; of processes of the same user only.
-    """
-    uids = {_owner(pid) for pid in pids} - {None} or {os.geteuid()}
-    parents: dict[int, int] = {}
-    users: dict[int, int] = {}
-    for other in _numbers("/proc"):
-        if _owner(other) not in uids:
-            continue
-        with contextlib.suppress(OSError, ValueError):
-            parents[other] = int(_stat(other)[1])
-            found = _find(other)
-            if found is not None:
-                os.close(found[0])
-                users[other] = found[1].user
-    belong = set(pids)
-    while more := {
-        other
-        for other, parent in parents.items()
-        if other not in belong and (parent in belong or users.get(other) in belong)
-    }:
-        belong |= more
-    return sorted(belong & parents.keys())
+def user_of(pid: int) -> int | None:
+    """For which process a process that offers its stacks works, 0 if for none; None if it offers none."""
+    found = _find(pid)
+    if found is None:
+        return None
+    os.close(found[0])
+    # One in a container knows its user by another number, or by one that is somebody else's here.
+    return found[1].user if _pid_inside(pid) == pid else 0
 
 
 @dataclass(frozen=True)
@@ -299,7 +292,7 @@ class _Head:
 
 def _find(pid: int) -> tuple[int, _Head] | None:
     """Open the memfd of a process and read its head; None if it has none, or only one that it inherited."""
-    for number in _numbers(f"/proc/{pid}/fd"):
+    for number in numbers_in(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{number}"
         with contextlib.suppress(OSError):
             if os.readlink(path) != LINK:
@@ -322,28 +315,30 @@ def _read_head(fd: int, pid: int) -> _Head | None:
     return _Head(user, data[HEAD.size :][:length].decode(errors="replace"))
 
 
-def _numbers(folder: str) -> list[int]:
+def numbers_in(folder: str) -> list[int]:
+    """The names in a folder that are numbers; none if it cannot be read."""
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]
     except OSError:
         return []
 
 
-def _owner(pid: int) -> int | None:
+def owner_of(pid: int) -> int | None:
+    """The user id of a process; None if there is none."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
 
 
-def _stat(pid: int, tid: int = 0) -> list[str]:
+def stat_of(pid: int, tid: int = 0) -> list[str]:
     """The fields of the stat file of a process, or of one thread, behind the name."""
     with open(f"/proc/{pid}/task/{tid}/stat" if tid else f"/proc/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 
 def _state(pid: int, tid: int = 0) -> str:
-    return _stat(pid, tid)[0]
+    return stat_of(pid, tid)[0]
 
 
 def _masks(pid: int, tid: int) -> dict[str, int]:

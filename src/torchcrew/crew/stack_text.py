@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ("Frame", "Stacks", "Thread", "frames_of")
+__all__ = ("Frame", "Stacks", "Thread", "frames_of", "printable")
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,8 @@ def _unescaped(text: str) -> str:
 def _character(match: re.Match[str]) -> str:
     number = int(match[match.lastindex or 1], 16)
     return chr(number) if number < 0x110000 else match[0]
+
+
+def printable(text: str) -> str:
+    """A text of another process, for a terminal: what is no printable character is written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -29,10 +29,11 @@ import fcntl
 import os
 from multiprocessing import process
 
-from torchcrew.crew.stack_asking import HEAD, LINK, MAGIC, NAME, SIGNAL, TEXT, ask, exists, members
+from torchcrew.crew.stack_asking import HEAD, LINK, MAGIC, NAME, SIGNAL, TEXT, ask, exists
+from torchcrew.crew.stack_programs import Processes, members
 from torchcrew.memory.arena import make_memfd
 
-__all__ = ("SIGNAL", "ask", "descriptors", "exists", "members", "offer")
+__all__ = ("SIGNAL", "Processes", "ask", "descriptors", "exists", "members", "offer")
 
 _offered = -1
 _offered_by = 0

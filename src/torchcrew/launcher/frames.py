@@ -8,16 +8,17 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torchcrew.crew.stack_text import Frame, Thread
 
-__all__ = ("is_users", "lines_of", "place", "qualified", "site", "users_frame")
+__all__ = ("is_users", "lines_of", "place", "qualified", "site", "users_frame", "wait_for_ranks")
 
 #: A standard library, of whatever interpreter.
 _STDLIB = re.compile(r"^.*/lib/python3\.\d+t?/(?!site-packages/|dist-packages/)|^<frozen ")
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TEAM = os.path.join(os.path.dirname(__file__), "team.py")
 #: What a process is started in by `python -c`.
 _STARTERS = ("/torchcrew/crew/zygote_main.py", "/multiprocessing/spawn.py", "/multiprocessing/forkserver.py")
 #: Files whose outermost frames only start a process.
@@ -29,8 +30,9 @@ _LARGEST_SOURCE = 2 << 20
 
 
 def users_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame that is the user's; None if there is none."""
-    return next((frame for frame in _without_command(frames) if is_users(frame)), None)
+    """The innermost frame that is the user's, else that of an installed package; None if there is neither."""
+    frames = _without_command(frames)
+    return next((frame for whose in (is_users, _is_packages) for frame in frames if whose(frame)), None)
 
 
 def _without_command(frames: Sequence[Frame]) -> Sequence[Frame]:
@@ -40,9 +42,25 @@ def _without_command(frames: Sequence[Frame]) -> Sequence[Frame]:
     return frames
 
 
+def wait_for_ranks(frames: Sequence[Frame]) -> str:
+    """What a launching process does: "waits for its ranks, in launch (train.py:30)"; "" if it does anything else."""
+    if not any(frame.function == "_collect" and frame.file == _TEAM for frame in frames):
+        return ""
+    for inner, outer in pairwise(frames):
+        if is_users(outer):
+            return f"waits for its ranks, in {qualified(inner)} ({site(outer)})"
+    return "waits for its ranks"
+
+
 def is_users(frame: Frame) -> bool:
-    """Whether a frame is neither torch's, nor torchcrew's, nor the standard library's."""
+    """Whether a frame is neither an installed package's, nor torchcrew's, nor the standard library's."""
     return _shortened(frame.file)[1]
+
+
+def _is_packages(frame: Frame) -> bool:
+    """Whether it is that of an installed package, but for torch and torchcrew."""
+    match = _PACKAGES.match(frame.file)
+    return match is not None and not _shortened(frame.file)[0].startswith(("torch/", "torchcrew/"))
 
 
 def place(frame: Frame) -> str:
@@ -110,11 +128,10 @@ def _shortened(file: str) -> tuple[str, bool]:
     if file.startswith(_torch()):
         return "torch/" + file[len(_torch()) :], False
     if (match := _PACKAGES.match(file)) is not None:
-        short = file[match.end() :]
-        return short, not short.startswith(("torch/", "torchcrew/"))
+        return file[match.end() :], False
     if (match := _STDLIB.match(file)) is not None:
         return file if file.startswith("<") else file[match.end() :], False
-    return file, True
+    return file, not file.endswith("/bin/torchcrew")  # the command
 
 
 def lines_of(threads: Sequence[Thread]) -> list[str]:
@@ -135,6 +152,8 @@ def _lines(frames: Sequence[Frame]) -> list[str]:
     if not frames:
         return ["    (no Python frame)"]
     end = max((number for number, frame in enumerate(frames, 1) if is_users(frame)), default=0)
+    if not end:
+        end = max((number for number, frame in enumerate(frames, 1) if _is_packages(frame)), default=0)
     if not end:
         end = max((number for number, frame in enumerate(frames, 1) if not _STARTS.search(frame.file)), default=0)
     shown = []

@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchcrew.crew import stacks
-from torchcrew.crew.stack_text import Frame, Stacks
-from torchcrew.launcher.frames import lines_of, place, site, users_frame
+from torchcrew.crew.stack_text import Frame, Stacks, printable
+from torchcrew.launcher.frames import lines_of, place, site, users_frame, wait_for_ranks
 from torchcrew.launcher.ledger import CALLS_KEPT, Call, Entry, Ledger, Phase
 
-__all__ = ("Member", "explain", "report")
+__all__ = ("Member", "answers", "explain", "report")
 
+_NOTHING = "nothing of torchcrew is in process {}, nor in a process that it started"
 #: How long processes may take to answer, in seconds: milliseconds are usual.
 TIMEOUT = 1.0
 #: So many ranks in a row are written as "4-7".
@@ -78,39 +79,60 @@ def report(pid: int) -> str:
     """The stacks of a program; if it has ranks, what they do comes first.
 
     Args:
-        pid: of the program's first process, or of any other one of it.
+        pid: of the program's first process, or of any other one of it that offers its stacks.
 
     Raises:
         ProcessLookupError: there is no such process.
         PermissionError: it is another user's.
-        ValueError: nothing of torchcrew is in it. Each says so in one sentence.
+        ValueError: nothing of torchcrew is in it, or it has started several programs, which it lists. Nobody is asked
+            then. Each says so in one sentence.
     """
-    if not stacks.exists(pid):
-        raise ProcessLookupError(f"there is no process {pid}")
-    if os.geteuid() not in (0, os.stat(f"/proc/{pid}").st_uid):
-        raise PermissionError(f"process {pid} belongs to another user")
-    pids = stacks.members(pid)
+    processes, pids = _program(pid)
     with contextlib.ExitStack() as opened:
         ledgers = _ledgers(pids)
         for ledger in ledgers:
             opened.callback(ledger.close)
         ranks = {other for ledger in ledgers for _, other in ledger.members()}
-        answers = _ask(stacks.members(*pids, *ranks))
-        if not ledgers and not any(answer.label for answer in answers.values()):
-            raise ValueError(f"nothing of torchcrew is in process {pid}, nor in a process that it started")
+        found = _ask(processes.of(*pids, *ranks))
+        if not ledgers and not any(answer.label for answer in found.values()):
+            raise ValueError(_NOTHING.format(pid))
         parts = []
         shown: set[int] = set()
         for ledger in ledgers:
-            members = [Member(_number(answers.get(other), index), other) for index, other in ledger.members()]
-            theirs = {member.pid: answers.get(member.pid, _gone(member.pid)) for member in members}
-            theirs |= {other: answers[other] for other in stacks.members(*theirs) if other in answers}
-            parts.append(_explained(members, ledger, theirs))
+            first = _first(ledger, found)
+            members = [Member(first + index, other) for index, other in ledger.members()]
+            theirs = {member.pid: found.get(member.pid, _gone(member.pid)) for member in members}
+            theirs |= {other: found[other] for other in processes.of(*theirs) if other in found}
+            parts.append(_explained(members, ledger, theirs, first))
             shown |= {other for other, answer in theirs.items() if answer.label or other in ranks}
-    rest = [answer for answer in answers.values() if answer.pid not in shown]
+    rest = [answer for answer in found.values() if answer.pid not in shown]
     parts += _stacks(answer for answer in rest if answer.label)
     if silent := [answer.pid for answer in rest if not answer.label]:
         parts.append(f"without stacks: {', '.join(f'{_command(other)} ({other})' for other in silent)}")
     return "\n\n".join(parts)
+
+
+def answers(pid: int) -> list[Stacks]:
+    """The stacks of each process of a program; raises as `report` does."""
+    found = stacks.ask(_program(pid)[1], TIMEOUT)
+    if not any(answer.label for answer in found):
+        raise ValueError(_NOTHING.format(pid))
+    return found
+
+
+def _program(pid: int) -> tuple[stacks.Processes, list[int]]:
+    """The processes of the program to which a process belongs, or which it alone has started."""
+    if not stacks.exists(pid):
+        raise ProcessLookupError(f"there is no process {pid}")
+    if os.geteuid() not in (0, os.stat(f"/proc/{pid}").st_uid):
+        raise PermissionError(f"process {pid} belongs to another user")
+    processes = stacks.Processes(pid)
+    first = processes.program_of(pid)
+    programs = processes.programs(first)
+    if len(programs) > 1:
+        lines = [f"  {one}  {_words(one)} ({len(processes.of(one))} processes)" for one in programs]
+        raise ValueError("\n".join([f"process {pid} has started several programs, give the pid of one:", *lines]))
+    return processes, processes.of(*programs or [first])
 
 
 def _ask(pids: Iterable[int]) -> dict[int, Stacks]:
@@ -121,10 +143,13 @@ def _gone(pid: int) -> Stacks:
     return Stacks(pid, problem="has ended")
 
 
-def _number(answer: Stacks | None, index: int) -> int:
-    """The number of a rank among those of all hosts, which it has told; else that among those of this one."""
-    match = re.fullmatch(r"rank (\d+)", answer.label if answer is not None else "")
-    return index if match is None else int(match[1])
+def _first(ledger: Ledger, found: Mapping[int, Stacks]) -> int:
+    """The number that the first rank of a ledger has among those of all hosts, as the ranks tell."""
+    for index, pid in ledger.members():
+        match = re.fullmatch(r"rank (\d+)", found[pid].label) if pid in found else None
+        if match is not None:
+            return max(0, int(match[1]) - index)
+    return 0
 
 
 def _ledgers(pids: Iterable[int]) -> list[Ledger]:
@@ -145,18 +170,22 @@ def _ledgers(pids: Iterable[int]) -> list[Ledger]:
 # The explanation -----------------------------------------------------------------------------------------------------
 
 
-def _explained(members: Sequence[Member], ledger: Ledger, answers: Mapping[int, Stacks]) -> str:
+def _explained(members: Sequence[Member], ledger: Ledger, found: Mapping[int, Stacks], first: int | None = None) -> str:
     # On every host but the first the ledger's numbers are not the ranks'.
-    first = 0 if all(member.rank < ledger.count for member in members) else min(member.rank for member in members)
+    if first is None:
+        first = 0 if all(member.rank < ledger.count for member in members) else min(member.rank for member in members)
     ranks = [
-        _Rank(member, member.rank - first, ledger.entry(member.rank - first), answers[member.pid])
+        _Rank(member, member.rank - first, ledger.entry(member.rank - first), found[member.pid])
         for member in sorted(members, key=lambda member: member.rank)
     ]
     pids = {member.pid for member in members}
-    children = [answer for answer in answers.values() if answer.pid not in pids and answer.label]
-    sentence = "; ".join([*_positions(ranks), *_workers(ranks, children)])
-    lines = [sentence, *_missing(ranks, ledger)]
-    return "\n\n".join(["\n".join(lines), *_stacks(_as_rank(rank) for rank in ranks), *_stacks(children)])
+    children = [answer for answer in found.values() if answer.pid not in pids and answer.label]
+    ahead = _ahead(ranks, ledger)
+    sentence = "; ".join([*_positions(ranks, ahead), *_workers(ranks, children)])
+    missing = _missing(ranks, ledger)
+    missing += [text for text in _behind(ranks, ledger, ahead) if text.replace("behind", "missing from") not in missing]
+    own = [_as_rank(rank) for rank in ranks if rank.entry.phase is not Phase.RETURNED]
+    return "\n\n".join(["\n".join(map(printable, [sentence, *missing])), *_stacks(own), *_stacks(children)])
 
 
 def _as_rank(rank: _Rank) -> Stacks:
@@ -164,11 +193,12 @@ def _as_rank(rank: _Rank) -> Stacks:
     return Stacks(answer.pid, f"rank {rank.number}", answer.state, answer.threads, answer.problem, answer.user)
 
 
-def _positions(ranks: Sequence[_Rank]) -> list[str]:
+def _positions(ranks: Sequence[_Rank], ahead: Mapping[int, Call]) -> list[str]:
     """Where the ranks are, those in the same place together; first those in collectives, most ranks first."""
     groups: dict[str, list[_Rank]] = {}
     for rank in ranks:
-        groups.setdefault(_position(rank), []).append(rank)
+        after = f" after {_title(ahead[rank.number])}" if rank.number in ahead else ""
+        groups.setdefault(_position(rank) + after, []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (not item[0].startswith("waits in "), -len(item[1])))
     return [f"{_named('rank', [rank.number for rank in those])} {_for(text, those)}" for text, those in ordered]
 
@@ -287,6 +317,37 @@ def _missing(ranks: Sequence[_Rank], ledger: Ledger) -> list[str]:
     return list(sentences)
 
 
+def _ahead(ranks: Sequence[_Rank], ledger: Ledger) -> dict[int, Call]:
+    """The last collectives in the default group of ranks that are in none now, and that others have not come to.
+
+    One that was begun with ``async_op`` has ended for the ledger, while the rank waits for what it exchanges.
+    """
+    found = {}
+    for rank in ranks:
+        if rank.entry.phase is not Phase.RUNNING or rank.entry.call is not None or rank.stacks.problem:
+            continue
+        call = ledger.find(rank.index, "", ledger.latest(rank.index, ""))
+        if call is None or not call.generation or rank.member.ended:
+            continue
+        if any(ledger.latest(other.index, "", call.generation) < call.sequence for other in ranks):
+            found[rank.number] = call
+    return found
+
+
+def _behind(ranks: Sequence[_Rank], ledger: Ledger, ahead: Mapping[int, Call]) -> list[str]:
+    """A sentence for each of these collectives: who has not come to it."""
+    sentences: dict[str, None] = {}
+    for call in ahead.values():
+        late: dict[str, list[int]] = {}
+        for rank in ranks:
+            last = ledger.latest(rank.index, "", call.generation)
+            if last < call.sequence:
+                late.setdefault(_last(last, rank.entry.calls), []).append(rank.number)
+        who = "; ".join(f"{_named('rank', numbers)} ({last})" for last, numbers in late.items())
+        sentences[f"behind {_title(call)}: {who}"] = None
+    return list(sentences)
+
+
 def _last(sequence: int, calls: int) -> str:
     """The last number that a rank has called in a group, of so many calls in all groups; 0 for none that is known."""
     if sequence:
@@ -322,27 +383,40 @@ def _all_named(labels: Sequence[str]) -> str:
 def _stacks(answers: Iterable[Stacks]) -> list[str]:
     """A paragraph for each stack, with all who have it; those first that many have."""
     groups: dict[tuple[str, ...], list[Stacks]] = {}
+    paragraphs = []
     for answer in answers:
+        if waits := wait_for_ranks(answer.main):
+            paragraphs.append(printable(f"{answer.label} (pid {answer.pid}) {waits}"))
+            continue
         lines = tuple(lines_of(answer.threads)) if not answer.problem else (f"    ({answer.problem})",)
         groups.setdefault(lines, []).append(answer)
-    paragraphs = []
     for lines, those in sorted(groups.items(), key=lambda item: -len(item[1])):
         pids = f"pid{'s' * (len(those) > 1)} {', '.join(str(answer.pid) for answer in those)}"
         states = sorted({answer.state for answer in those if answer.state and not answer.problem})
         does = f", {' or '.join(states)}" if states else ""
-        paragraphs.append("\n".join([f"{_all_named([answer.label for answer in those])} ({pids}{does}):", *lines]))
+        head = f"{_all_named([answer.label for answer in those])} ({pids}{does}):"
+        paragraphs.append("\n".join(map(printable, [head, *lines])))
     return paragraphs
 
 
 def _command(pid: int) -> str:
     """What a process without stacks is."""
+    words = _words(pid, longest=1 << 16)
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().decode(errors="replace").split("\0")
         with open(f"/proc/{pid}/comm", errors="replace") as file:
             name = file.read().strip()
     except OSError:
         return "ended"
-    if any(word.endswith("guardian_main.py") for word in words):
+    if re.search(r"guardian_main\.py( |$)", words):
         return "torchcrew's guardian"
-    return "torchcrew's zygote" if name == "torchcrew-zygot" else name
+    return "torchcrew's zygote" if name == "torchcrew-zygot" else printable(name)
+
+
+def _words(pid: int, longest: int = 100) -> str:
+    """The command line of a process."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "ended"
+    return printable(words if len(words) <= longest else words[: longest - 3] + "...")

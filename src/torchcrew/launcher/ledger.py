@@ -51,7 +51,7 @@ __all__ = ("CALLS_KEPT", "MOST_RANKS", "Begun", "Call", "Entry", "Ledger", "Phas
 CALLS_KEPT = 64
 
 _NAME = "torchcrew-ledger"
-_LINK = f"/memfd:{_NAME}"  # as it stands in /proc/PID/fd
+_LINK = f"/memfd:{_NAME} (deleted)"  # as it stands in /proc/PID/fd
 _MAGIC, _VERSION = b"tcledger", 1
 _HEAD = struct.Struct("<8sqq")  # magic, version, count
 _PIDS = 64  # offset
@@ -138,7 +138,7 @@ class Ledger:
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(folder), key=int):
                 with contextlib.suppress(OSError):
-                    if os.readlink(f"{folder}/{name}").startswith(_LINK):
+                    if os.readlink(f"{folder}/{name}") == _LINK:
                         found = _opened(f"{folder}/{name}")
                         if found is not None:
                             return found
@@ -216,7 +216,8 @@ class Ledger:
                 break
         else:  # at each look the call had been written over: it is long past
             record = b""
-        return Entry(Phase(phase), decode(record) if record else None, calls, steps, ticks)
+        known = 0 <= phase < len(Phase)  # a foreign ledger may say anything
+        return Entry(Phase(phase if known else 0), decode(record) if record else None, calls, steps, ticks)
 
     def find(self, rank: int, group: str, sequence: int, generation: int | None = None) -> Call | None:
         """The rank's call of that number in that group; None if it is older than the last 64, or never was.

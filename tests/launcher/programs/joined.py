@@ -1,4 +1,4 @@
-"""A program that another launcher starts as each of its ranks; prints one line of JSON."""
+"""A program that another launcher starts as each of its ranks; prints one line of JSON for each of its arguments."""
 
 from __future__ import annotations
 
@@ -107,5 +107,6 @@ def starts_nothing() -> Any:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(globals()[sys.argv[1]]()) + "\n")
-    sys.stdout.flush()
+    for case in sys.argv[1:]:
+        sys.stdout.write(json.dumps(globals()[case]()) + "\n")
+        sys.stdout.flush()
