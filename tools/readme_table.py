@@ -41,8 +41,8 @@ FOOTERS = {
         "every received value was checked. Floor: a memory copy of the same bytes by all cores, or what is named."
     ),
     "launching": (
-        "every engine trained to the same loss. Cold: with the start of the interpreter and all imports; warm: the second "
-        "job of a program. torchrunx gives no error within 150 s."
+        "every engine trained to the same loss. Cold: with the start of the interpreter and all imports; warm: the "
+        "second job of a program. torchrunx gives no error within 150 s."
     ),
 }
 #: How a floor is called in the table.

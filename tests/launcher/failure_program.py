@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torchcrew
@@ -21,6 +22,9 @@ import torchcrew.launcher.team  # the launchers that are forked have it
 from tests.launcher import failure_cases as cases
 from tests.launcher import failure_cells as cells
 from torchcrew.crew import zygote
+
+#: How long a launcher that is to be killed goes on at most.
+LAUNCHER_SECONDS = 60
 
 
 def launch(folder: Path, peer: str, method: str) -> None:
@@ -60,8 +64,10 @@ def many(folders: dict[str, Path], method: str) -> None:
     for _ in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            while True:
+            end = time.monotonic() + LAUNCHER_SECONDS  # nobody may be left who would kill it
+            while time.monotonic() < end:
                 torchcrew.launch(cases.add_up, nprocs=2, start_method=method)  # type: ignore[arg-type]
+            os._exit(0)
         print(pid, flush=True)  # noqa: T201
         os.waitpid(pid, 0)
 
