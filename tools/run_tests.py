@@ -1,4 +1,4 @@
-"""Run the tests in two processes at a time: most of them wait for processes more than they compute.
+"""Run the tests in three processes at a time: most of them wait for processes more than they compute.
 
     python tools/run_tests.py [PYTEST ARGUMENTS ...]
 
@@ -18,9 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 #: Folders that make up a part, chosen so that each takes about as long. What is in none of them goes with the last.
-PARTS = (("data", "memory"), ("multiprocessing", "channel"), ("launcher",), ())
+PARTS = (("multiprocessing", "channel"), ("launcher",), ("data", "memory"), ())
 #: Parts that run at the same time.
-AT_A_TIME = 2
+AT_A_TIME = 3
 #: pytest's exit code where its arguments select nothing.
 NO_TESTS = 5
 #: Seconds after which a part is given up.

@@ -93,7 +93,7 @@ def test_above_several_programs_they_are_listed_and_nobody_is_asked() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_users_process() -> None:
-    code = "from torchcrew.launcher import hang; hang.report(1)"
+    code = "from torchcrew.launcher import program_report; program_report.report(1)"
     done = subprocess.run(
         [sys.executable, "-c", f"import os; os.setuid(65534); {code}"], capture_output=True, text=True
     )

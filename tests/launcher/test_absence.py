@@ -68,6 +68,15 @@ def test_the_same_in_a_crew() -> None:
         assert crew.run(_takes_its_time, 0.0) == [0, 1]
 
 
+def test_what_ranks_have_done_can_be_looked_at() -> None:
+    """From the ledger, whatever they do."""
+    with torchcrew.Crew(2) as crew:
+        assert crew.stats() == ()
+        crew.run(_comes_late, 0.0)
+        for entry in crew.stats():
+            assert (entry.phase.name, entry.calls, entry.steps, entry.call) == ("RETURNED", 1, 0, None)
+
+
 def test_a_last_batch_that_only_some_have() -> None:
     """The ledger does not show it; after a silence the connections of the returned rank do."""
     with pytest.raises(RuntimeError, match="closed by peer") as caught:

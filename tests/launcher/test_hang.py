@@ -16,9 +16,10 @@ import pytest
 from tests.launcher import hang_cases as cases
 from torchcrew.crew import stacks, zygote
 from torchcrew.crew.stack_text import Frame, Stacks, Thread
-from torchcrew.launcher import frames, hang
-from torchcrew.launcher.hang import Member, explain, report
+from torchcrew.launcher import frames, hang, program_report
+from torchcrew.launcher.hang import Member, explain
 from torchcrew.launcher.ledger import Call, Ledger, Phase
+from torchcrew.launcher.program_report import report
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -173,7 +174,7 @@ def test_groups_of_any_size_are_put_in_words(ledger: Ledger) -> None:
             if rank != 5:
                 many.begin(rank, Call("barrier", sequence=1, site="a.py:1"))
         answers = {pid: answered(pid, Frame("/u/a.py", 1, "f")) for pid in range(64)}
-        text = hang._explained([Member(rank, rank) for rank in range(64)], many, answers)
+        text = hang.explained([Member(rank, rank) for rank in range(64)], many, answers)
     finally:
         many.close()
     assert text.splitlines()[:2] == [
@@ -195,9 +196,9 @@ def test_a_backward_is_told_with_its_step(ledger: Ledger) -> None:
         Frame("/u/train.py", 51, "train"),
     )
     says = "rank 0 is in backward of step 12 of DistributedDataParallel (train.py:51)"
-    assert hang._explained([Member(0, 7)], ledger, {7: answered(7, *stack)}).startswith(says)
+    assert hang.explained([Member(0, 7)], ledger, {7: answered(7, *stack)}).startswith(says)
     inside = (Frame("/u/loss.py", 7, "backward"), *stack)  # the user's own function, in it
-    assert hang._explained([Member(0, 7)], ledger, {7: answered(7, *inside)}).startswith(
+    assert hang.explained([Member(0, 7)], ledger, {7: answered(7, *inside)}).startswith(
         "rank 0 is in backward (loss.py"
     )
 
@@ -214,7 +215,7 @@ def test_several_with_a_problem_are_a_plural(ledger: Ledger, problem: str, says:
     ledger.enter(0, Phase.RUNNING)
     ledger.enter(1, Phase.RUNNING)
     answers = {pid: answered(pid, problem=problem) for pid in (7, 8)}
-    assert hang._explained([Member(0, 7), Member(1, 8)], ledger, answers).startswith(says)
+    assert hang.explained([Member(0, 7), Member(1, 8)], ledger, answers).startswith(says)
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ def test_a_report_that_cannot_be_made_says_why() -> None:
     with pytest.raises(ProcessLookupError, match="no process"):
         report(2**22 + 1)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        for make in (report, hang.answers):
+        for make in (report, program_report.answers):
             with pytest.raises(ValueError, match="nothing of torchcrew is in process"):
                 make(process.pid)
         process.kill()
@@ -360,7 +361,7 @@ def test_a_forged_ledger_is_read(ledger: Ledger) -> None:
     assert ledger.entry(0).phase is Phase.STARTING
     ledger.enter(0, Phase.RUNNING)
     ledger.begin(0, Call("\x1b[2Jall", sequence=1, site="a\nb:1"))
-    text = hang._explained([Member(0, 7)], ledger, {7: answered(7, Frame("/u/\x1b.py", 1, "\x9b"))})
+    text = hang.explained([Member(0, 7)], ledger, {7: answered(7, Frame("/u/\x1b.py", 1, "\x9b"))})
     assert text.startswith("rank 0 waits in \\x1b[2Jall #1 (a\\nb:1)\n")
     assert text.replace("\n", "").isprintable()
 
@@ -385,7 +386,7 @@ def test_who_waits_for_an_async_collective_is_after_it(ledger: Ledger) -> None:
             ledger.begin(rank, Call("all_reduce", sequence=number, site="a.py:30"))
             ledger.end(rank)
     answers = {pid: answered(pid, Frame("/u/a.py", 30 + (pid > 1), "f")) for pid in range(4)}
-    text = hang._explained([Member(rank, rank) for rank in range(4)], ledger, answers)
+    text = hang.explained([Member(rank, rank) for rank in range(4)], ledger, answers)
     assert text.splitlines()[:3] == [
         "ranks 0, 1 are in f (a.py:30) after all_reduce #2; rank 2 is in f (a.py:31) after all_reduce #1; "
         "rank 3 is in f (a.py:31)",
@@ -403,11 +404,11 @@ def test_the_launching_process_is_one_line_and_a_returned_rank_has_no_stack(ledg
         Frame("/v/bin/torchcrew", 8, "<module>"),
     )
     one = Stacks(7, "the user's process", "sleeps", (Thread(7, "", True, stack),))
-    assert hang._stacks([one]) == ["the user's process (pid 7) waits for its ranks, in launch (train.py:30)"]
+    assert hang.stack_lines([one]) == ["the user's process (pid 7) waits for its ranks, in launch (train.py:30)"]
     command = Stacks(7, "the user's process", "sleeps", (Thread(7, "", True, stack[:2] + stack[3:]),))
-    assert hang._stacks([command]) == ["the user's process (pid 7) waits for its ranks"]
+    assert hang.stack_lines([command]) == ["the user's process (pid 7) waits for its ranks"]
     ledger.enter(0, Phase.RETURNED)
-    text = hang._explained([Member(0, 7)], ledger, {7: answered(7, Frame("/u/a.py", 1, "f"))})
+    text = hang.explained([Member(0, 7)], ledger, {7: answered(7, Frame("/u/a.py", 1, "f"))})
     assert text == "rank 0 has returned"
 
 
@@ -415,5 +416,5 @@ def test_ranks_of_another_host_keep_their_numbers_where_one_has_ended(ledger: Le
     for rank in range(4):
         ledger.set_pid(rank, 100 + rank)
     found = {100 + rank: Stacks(100 + rank, f"rank {4 + rank}") for rank in (1, 2, 3)}
-    assert hang._first(ledger, found) == 4
-    assert hang._first(ledger, {101: Stacks(101, "rank 0")}) == 0  # forged
+    assert program_report._first(ledger, found) == 4
+    assert program_report._first(ledger, {101: Stacks(101, "rank 0")}) == 0  # forged

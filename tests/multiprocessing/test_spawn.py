@@ -310,7 +310,7 @@ def test_a_torn_report_is_none() -> None:
     """A rank that is killed while it writes has said nothing."""
     report = Report()
     assert report.read() is None
-    os.pwrite(report.fd, b"half a traceback", 24)
+    os.pwrite(report.fd, b"half a traceback", 32)
     assert report.read() is None
     report.close()
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchcrew.launcher import hang
+from torchcrew.launcher import program_report
 
 __all__ = ("stacks_command",)
 
@@ -23,7 +23,11 @@ def stacks_command(
     Where PID has started several programs, as a shell has, these are listed instead.
     """
     try:
-        text = json.dumps([asdict(answer) for answer in hang.answers(pid)], indent=1) if as_json else hang.report(pid)
+        text = (
+            json.dumps([asdict(answer) for answer in program_report.answers(pid)], indent=1)
+            if as_json
+            else program_report.report(pid)
+        )
     except (ProcessLookupError, PermissionError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from torchcrew.launcher.options import Host, Options
 
 if TYPE_CHECKING:
+    from torchcrew.launcher.ledger import Entry
     from torchcrew.launcher.options import StartMethod
     from torchcrew.launcher.team import Team
 
@@ -182,6 +183,12 @@ class Crew:
             _close(self._held, self._owner)
             raise RuntimeError("this crew is closed")
         return team
+
+    def stats(self) -> tuple[Entry, ...]:
+        """What each rank does, in the order of the ranks, without asking it: phase, collective, numbers of collectives
+        and of training steps. None before the first `run`, and after a failure.
+        """
+        return self._held[0].stats() if self._held else ()
 
     def explain(self) -> str:
         """Say where every rank is now, and who waits for whom; "" when none runs."""

@@ -8,8 +8,6 @@ Nothing here waits longer than `TIMEOUT`, and no process is harmed by being aske
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +17,8 @@ from torchcrew.crew.stack_text import Frame, Stacks, printable
 from torchcrew.launcher.frames import lines_of, place, site, users_frame, wait_for_ranks
 from torchcrew.launcher.ledger import CALLS_KEPT, Call, Entry, Ledger, Phase
 
-__all__ = ("Member", "answers", "explain", "report")
+__all__ = ("TIMEOUT", "Member", "ask", "explain", "explained", "gone", "stack_lines")
 
-_NOTHING = "nothing of torchcrew is in process {}, nor in a process that it started"
 #: How long processes may take to answer, in seconds: milliseconds are usual.
 TIMEOUT = 1.0
 #: So many ranks in a row are written as "4-7".
@@ -72,105 +69,31 @@ def explain(members: Sequence[Member], ledger: Ledger) -> str:
         ledger: theirs.
     """
     pids = [member.pid for member in members]
-    return _explained(members, ledger, _ask({*pids, *stacks.members(*pids)}))
+    return explained(members, ledger, ask({*pids, *stacks.members(*pids)}))
 
 
-def report(pid: int) -> str:
-    """The stacks of a program; if it has ranks, what they do comes first.
-
-    Args:
-        pid: of the program's first process, or of any other one of it that offers its stacks.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-        PermissionError: it is another user's.
-        ValueError: nothing of torchcrew is in it, or it has started several programs, which it lists. Nobody is asked
-            then. Each says so in one sentence.
-    """
-    processes, pids = _program(pid)
-    with contextlib.ExitStack() as opened:
-        ledgers = _ledgers(pids)
-        for ledger in ledgers:
-            opened.callback(ledger.close)
-        ranks = {other for ledger in ledgers for _, other in ledger.members()}
-        found = _ask(processes.of(*pids, *ranks))
-        if not ledgers and not any(answer.label for answer in found.values()):
-            raise ValueError(_NOTHING.format(pid))
-        parts = []
-        shown: set[int] = set()
-        for ledger in ledgers:
-            first = _first(ledger, found)
-            members = [Member(first + index, other) for index, other in ledger.members()]
-            theirs = {member.pid: found.get(member.pid, _gone(member.pid)) for member in members}
-            theirs |= {other: found[other] for other in processes.of(*theirs) if other in found}
-            parts.append(_explained(members, ledger, theirs, first))
-            shown |= {other for other, answer in theirs.items() if answer.label or other in ranks}
-    rest = [answer for answer in found.values() if answer.pid not in shown]
-    parts += _stacks(answer for answer in rest if answer.label)
-    if silent := [answer.pid for answer in rest if not answer.label]:
-        parts.append(f"without stacks: {', '.join(f'{_command(other)} ({other})' for other in silent)}")
-    return "\n\n".join(parts)
-
-
-def answers(pid: int) -> list[Stacks]:
-    """The stacks of each process of a program; raises as `report` does."""
-    found = stacks.ask(_program(pid)[1], TIMEOUT)
-    if not any(answer.label for answer in found):
-        raise ValueError(_NOTHING.format(pid))
-    return found
-
-
-def _program(pid: int) -> tuple[stacks.Processes, list[int]]:
-    """The processes of the program to which a process belongs, or which it alone has started."""
-    if not stacks.exists(pid):
-        raise ProcessLookupError(f"there is no process {pid}")
-    if os.geteuid() not in (0, os.stat(f"/proc/{pid}").st_uid):
-        raise PermissionError(f"process {pid} belongs to another user")
-    processes = stacks.Processes(pid)
-    first = processes.program_of(pid)
-    programs = processes.programs(first)
-    if len(programs) > 1:
-        lines = [f"  {one}  {_words(one)} ({len(processes.of(one))} processes)" for one in programs]
-        raise ValueError("\n".join([f"process {pid} has started several programs, give the pid of one:", *lines]))
-    return processes, processes.of(*programs or [first])
-
-
-def _ask(pids: Iterable[int]) -> dict[int, Stacks]:
+def ask(pids: Iterable[int]) -> dict[int, Stacks]:
+    """The answers of processes by their pids."""
     return {answer.pid: answer for answer in stacks.ask(pids, TIMEOUT)}
 
 
-def _gone(pid: int) -> Stacks:
+def gone(pid: int) -> Stacks:
+    """What a process that is gone would answer."""
     return Stacks(pid, problem="has ended")
-
-
-def _first(ledger: Ledger, found: Mapping[int, Stacks]) -> int:
-    """The number that the first rank of a ledger has among those of all hosts, as the ranks tell."""
-    for index, pid in ledger.members():
-        match = re.fullmatch(r"rank (\d+)", found[pid].label) if pid in found else None
-        if match is not None:
-            return max(0, int(match[1]) - index)
-    return 0
-
-
-def _ledgers(pids: Iterable[int]) -> list[Ledger]:
-    """The ledgers that these processes have, one for each crew."""
-    found: dict[tuple[tuple[int, int], ...], Ledger] = {}
-    for pid in pids:
-        ledger = Ledger.of_process(pid)
-        if ledger is None:
-            continue
-        key = tuple(ledger.members())
-        if key in found or not key:
-            ledger.close()
-        else:
-            found[key] = ledger
-    return list(found.values())
 
 
 # The explanation -----------------------------------------------------------------------------------------------------
 
 
-def _explained(members: Sequence[Member], ledger: Ledger, found: Mapping[int, Stacks], first: int | None = None) -> str:
+def explained(members: Sequence[Member], ledger: Ledger, found: Mapping[int, Stacks], first: int | None = None) -> str:
+    """`explain`, given the answers of ranks and of what works for them.
+
+    Args:
+        members: ranks of this host.
+        ledger: theirs.
+        found: the answers by pid.
+        first: the number of the ledger's first rank, where it is known.
+    """
     # On every host but the first the ledger's numbers are not the ranks'.
     if first is None:
         first = 0 if all(member.rank < ledger.count for member in members) else min(member.rank for member in members)
@@ -185,7 +108,7 @@ def _explained(members: Sequence[Member], ledger: Ledger, found: Mapping[int, St
     missing = _missing(ranks, ledger)
     missing += [text for text in _behind(ranks, ledger, ahead) if text.replace("behind", "missing from") not in missing]
     own = [_as_rank(rank) for rank in ranks if rank.entry.phase is not Phase.RETURNED]
-    return "\n\n".join(["\n".join(map(printable, [sentence, *missing])), *_stacks(own), *_stacks(children)])
+    return "\n\n".join(["\n".join(map(printable, [sentence, *missing])), *stack_lines(own), *stack_lines(children)])
 
 
 def _as_rank(rank: _Rank) -> Stacks:
@@ -380,7 +303,7 @@ def _all_named(labels: Sequence[str]) -> str:
     return ", ".join(_named(what, numbers) if numbers else what for what, numbers in numbered.items())
 
 
-def _stacks(answers: Iterable[Stacks]) -> list[str]:
+def stack_lines(answers: Iterable[Stacks]) -> list[str]:
     """A paragraph for each stack, with all who have it; those first that many have."""
     groups: dict[tuple[str, ...], list[Stacks]] = {}
     paragraphs = []
@@ -397,26 +320,3 @@ def _stacks(answers: Iterable[Stacks]) -> list[str]:
         head = f"{_all_named([answer.label for answer in those])} ({pids}{does}):"
         paragraphs.append("\n".join(map(printable, [head, *lines])))
     return paragraphs
-
-
-def _command(pid: int) -> str:
-    """What a process without stacks is."""
-    words = _words(pid, longest=1 << 16)
-    try:
-        with open(f"/proc/{pid}/comm", errors="replace") as file:
-            name = file.read().strip()
-    except OSError:
-        return "ended"
-    if re.search(r"guardian_main\.py( |$)", words):
-        return "torchcrew's guardian"
-    return "torchcrew's zygote" if name == "torchcrew-zygot" else printable(name)
-
-
-def _words(pid: int, longest: int = 100) -> str:
-    """The command line of a process."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return "ended"
-    return printable(words if len(words) <= longest else words[: longest - 3] + "...")

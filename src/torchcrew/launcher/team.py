@@ -24,7 +24,7 @@ from torchcrew.crew.reports import first
 from torchcrew.errors import RanksStuck
 from torchcrew.launcher import failures, hang
 from torchcrew.launcher.failures import End
-from torchcrew.launcher.ledger import Ledger, Phase
+from torchcrew.launcher.ledger import Entry, Ledger, Phase
 from torchcrew.launcher.link import Close, Failed, Link, Returned, Run
 from torchcrew.launcher.options import Host, Options
 from torchcrew.launcher.output import Output
@@ -331,13 +331,17 @@ class Team:
 
     # Looking on -------------------------------------------------------------------------------------------------------
 
+    def stats(self) -> tuple[Entry, ...]:
+        """What each rank does."""
+        return tuple(self.ledger.entry(index) for index in range(self.count))
+
     def _ticks(self) -> tuple[int, ...]:
         """Changes with any progress."""
-        return (self.output.activity, *(self.ledger.entry(index).ticks for index in range(self.count)))
+        return (self.output.activity, *(entry.ticks for entry in self.stats()))
 
     def _is_starting(self) -> bool:
         """Whether some rank is not yet ready for its function."""
-        return any(self.ledger.entry(index).phase is Phase.STARTING for index in range(self.count))
+        return any(entry.phase is Phase.STARTING for entry in self.stats())
 
     def explain(self) -> str:
         """Where every rank is, and who waits for whom."""
