@@ -7,6 +7,7 @@ Ranks import this module, so it imports no more than it needs.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -19,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-EPOCHS, SIZE = 40, 100
 #: Seconds after which rank 1 raises: rank 0 is in its all_reduce then.
 MOMENT = 0.5
+
+
+#: Rank, number of ranks, a file to write to.
+Work = Callable[[int, int, str], None]
 
 
 # What ranks do --------------------------------------------------------------------------------------------------------
@@ -45,24 +47,6 @@ def start(rank: int, world_size: int, path: str) -> None:
     assert ones.item() == world_size
 
 
-def train(rank: int, world_size: int, path: str) -> None:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    data = torch.randn(SIZE, 10, generator=generator)
-    target = data @ torch.ones(10, 1)
-    model = DistributedDataParallel(nn.Linear(10, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    mine = slice(rank, None, world_size)
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(data[mine]), target[mine])
-        loss.backward()
-        optimizer.step()
-    dist.all_reduce(loss)
-    if rank == 0:
-        Path(path).write_text(repr(loss.item() / world_size))
-
-
 def error(rank: int, world_size: int, path: str) -> None:
     if rank == 1:
         time.sleep(MOMENT)
@@ -71,29 +55,31 @@ def error(rank: int, world_size: int, path: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def as_rank(rank: int, work: str, world_size: int, port: int, path: str) -> None:
+def as_rank(rank: int, work: Work, world_size: int, port: int, path: str) -> None:
     meet(rank, world_size, port)
-    globals()[work](rank, world_size, path)
+    work(rank, world_size, path)
+    dist.barrier()
+    dist.destroy_process_group()  # without it a rank of mp.spawn may abort at its end
 
 
 def as_elastic(*args: Any) -> None:
     as_rank(int(os.environ["RANK"]), *args)
 
 
-def as_ours(work: str, world_size: int, path: str) -> None:
-    globals()[work](int(os.environ["RANK"]), world_size, path)
+def as_ours(work: Work, world_size: int, path: str) -> None:
+    work(int(os.environ["RANK"]), world_size, path)
 
 
 # Engines --------------------------------------------------------------------------------------------------------------
 
 
-def with_stock(work: str, ranks: int, path: str) -> None:
+def with_stock(work: Work, ranks: int, path: str) -> None:
     import torch.multiprocessing as mp
 
     mp.spawn(as_rank, args=(work, ranks, free_port(), path), nprocs=ranks)
 
 
-def with_elastic(work: str, ranks: int, path: str) -> None:
+def with_elastic(work: Work, ranks: int, path: str) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -102,19 +88,19 @@ def with_elastic(work: str, ranks: int, path: str) -> None:
     elastic_launch(config, as_elastic)(work, ranks, 0, path)
 
 
-def with_torchcrew(work: str, ranks: int, path: str) -> None:
+def with_torchcrew(work: Work, ranks: int, path: str) -> None:
     import torchcrew
 
     torchcrew.launch(as_ours, work, ranks, path, nprocs=ranks)
 
 
-def with_torchrunx(work: str, ranks: int, path: str) -> None:
+def with_torchrunx(work: Work, ranks: int, path: str) -> None:
     import torchrunx
 
     torchrunx.Launcher(hostnames=["localhost"], workers_per_host=ranks, backend="gloo").run(as_ours, work, ranks, path)
 
 
-ENGINES: dict[str, Callable[[str, int, str], None]] = {
+ENGINES: dict[str, Callable[[Work, int, str], None]] = {
     "stock": with_stock,
     "elastic": with_elastic,
     "torchcrew": with_torchcrew,
@@ -139,12 +125,13 @@ def since_start() -> float:
 
 
 def main() -> None:
-    work, engine = sys.argv[2:]
+    name, engine = sys.argv[2:]
     run = ENGINES[engine]
-    ranks = 4 if work == "train" else 2
+    ranks = 4 if name == "train" else 2
+    work = {"start": start, "error": error}.get(name) or importlib.import_module("benchmarks.launching_training").train
     with tempfile.TemporaryDirectory(prefix="torchcrew-benchmark-") as folder:
         path = str(Path(folder) / "said")
-        if work == "error":
+        if name == "error":
             try:
                 run(work, ranks, path)
             except Exception:
@@ -155,7 +142,7 @@ def main() -> None:
         began = time.perf_counter()
         run(work, ranks, path)
         result["warm_s"] = time.perf_counter() - began
-        if work == "train":
+        if name == "train":
             result["loss"] = float(Path(path).read_text())
         print(json.dumps(result))
 

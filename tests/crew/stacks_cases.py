@@ -126,6 +126,15 @@ def count(ready: Any, value: Any, times: int) -> None:
         value.value += 1
 
 
+def trying_a_lock(ready: Any) -> None:
+    """A lock that is taken is tried again and again, and must never be had."""
+    lock = threading.Lock()
+    lock.acquire()
+    ready.set()
+    while not lock.acquire(False):
+        pass
+
+
 def busy_threads(ready: Any) -> None:
     """Python code in several threads, which come and go."""
 

@@ -344,6 +344,14 @@ def test_threads_that_come_and_go_are_told(ctx: Any) -> None:
         assert process.is_alive()
 
 
+def test_asking_leaves_errno_as_it_was(ctx: Any) -> None:
+    """With another one a lock that is taken looks free."""
+    with running(ctx, cases.trying_a_lock) as process:
+        for _ in range(300):
+            assert asked(process.pid).problem == ""
+        assert process.is_alive()
+
+
 def test_a_late_answer_is_no_part_of_the_next_one() -> None:
     """What came after the deadline of who asked is followed by the answer that counts."""
     old = 'Stack (most recent call first):\n  File "a.py", line 1 in f\n'

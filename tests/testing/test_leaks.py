@@ -418,7 +418,7 @@ ZYGOTE = """
         everything = "".join(leaks.compare(before, leaks.snapshot(), allow=()))
         assert zygote.pids() and all("pid %d " % pid in everything for pid in zygote.pids())
         zygote.stop()
-        assert leaks.settle(before, allow=("guardian", "resource_tracker")) == []
+        assert leaks.settle(before, allow=("guardian", "resource_tracker", "stacks")) == []
 
     if __name__ == "__main__":
         main()
