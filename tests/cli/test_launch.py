@@ -218,6 +218,7 @@ def test_what_cannot_be_meant(monkeypatch, arguments, says):
     assert says in re.sub(r"[│\s]+", " ", done.output)
 
 
+@pytest.mark.faults
 def test_loaders_with_spawned_workers_find_the_script():
     """The script is a lasting `__main__` that a worker imports again by its path."""
     done = launch("-n", 1, PROGRAMS / "spawn_workers.py")

@@ -41,7 +41,9 @@ def crew() -> Iterator[torchcrew.Crew]:
         yield ranks
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.faults if way == "torchrun" else ()) for way in WAYS]
+)
 def test_it_learns(way: str, tmp_path: Path) -> None:
     """Uneven ends, the same weights in all ranks, one report of one rank, one bar for each epoch, a checkpoint."""
     checkpoint = tmp_path / "digits.pt"

@@ -58,6 +58,7 @@ def test_as_a_function(framework: str) -> None:
     check(framework, output([sys.executable, "-c", program]))
 
 
+@pytest.mark.faults
 def test_under_the_command(framework: str) -> None:
     """``torchcrew launch -n 2 script.py``."""
     command = [sys.executable, "-m", "torchcrew.cli", "launch", "-n", "2", f"fw_{framework}.py"]

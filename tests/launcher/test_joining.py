@@ -319,6 +319,7 @@ def test_a_group_of_the_program() -> None:
 
 @needs_distributed
 @pytest.mark.timeout(90)
+@pytest.mark.faults
 def test_a_rank_that_is_killed() -> None:
     """Rank 0, which has the store, while another waits for it: an error, not a wait for ever."""
     processes = started(open_mpi(2), "waits")

@@ -558,6 +558,7 @@ def test_launch_in_a_rank() -> None:
     assert torchcrew.launch(cases.nested, nprocs=3) == [[0, 10, 20]] * 3
 
 
+@pytest.mark.faults
 def test_launch_in_a_child() -> None:
     """Of multiprocessing, which may have processes."""
     for method in ("fork", "spawn"):

@@ -195,6 +195,7 @@ def test_hosts_with_different_numbers_of_ranks(hosts):
 
 
 @started
+@pytest.mark.faults
 def test_restarts_are_of_all(hosts, tmp_path):
     """After a failure on one host the ranks of both start anew; then both end well, without a word of elastic's."""
     program = tmp_path / "program.py"
