@@ -505,7 +505,7 @@ def test_a_forked_process_of_multiprocessing() -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["open", "error", *(pytest.param(h, marks=pytest.mark.faults) for h in ("exit", "thread", "forgotten in a cycle"))],
+    ["open", *(pytest.param(h, marks=pytest.mark.faults) for h in ("error", "exit", "thread", "forgotten in a cycle"))],
 )
 def test_a_program_that_ends_with_an_open_crew(how: str) -> None:
     """It ends at once, with its own exit code, and so do its ranks."""

@@ -466,7 +466,7 @@ def check(result: subprocess.CompletedProcess[str], more: str = "") -> None:
     ("function", "before"),
     [
         pytest.param("work", "", marks=pytest.mark.faults),
-        ("lambda message: work(message)", ""),
+        pytest.param("lambda message: work(message)", "", marks=pytest.mark.faults),
         ("inner", "def inner(message):\n    return work(message)\n"),
         pytest.param(
             "closure()",
@@ -501,6 +501,7 @@ def test_globals_under_the_main_guard(tmp_path: Path) -> None:
     assert "'word' is set under `if __name__ == \"__main__\":`" in result.stderr
 
 
+@pytest.mark.faults
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     """What to do, in a sentence."""
     path = tmp_path / "script.py"
