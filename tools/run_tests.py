@@ -50,7 +50,7 @@ def main() -> int:
                 print(output.read(), flush=True)
 
     threads = [threading.Thread(target=run, args=part) for part in enumerate(_paths())]
-    for thread in threads:
+    for thread in threads[-1:] + threads[:-1]:  # the shortest last
         thread.start()
         time.sleep(0.1)  # in this order
     for thread in threads:
