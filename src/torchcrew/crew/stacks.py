@@ -24,11 +24,9 @@ returns early to native code.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import os
-import signal
 from multiprocessing import process
 
 from torchcrew.crew.stack_asking import HEAD, LINK, MAGIC, NAME, SIGNAL, TEXT, ask, exists
@@ -61,23 +59,13 @@ def offer(label: str, user: int | None = None) -> None:
         try:
             _write_head(fd, label, user)
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-            # Chained to "ignore": else the handler comes back with another `errno` than it found, and a thread that
-            # was just about to read it takes a lock for free that is not.
-            _ignore(SIGNAL)
-            faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=True)
+            faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=False)
         except BaseException:
             os.close(fd)
             raise
         if not _offered_by:
             os.register_at_fork(after_in_child=_renew)
         _offered, _offered_by = fd, os.getpid()
-
-
-def _ignore(signum: int) -> None:
-    """Ignore a signal; Python's own function may only be called by the main thread."""
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    libc.signal(signum, int(signal.SIG_IGN))
 
 
 def descriptors() -> tuple[int, ...]:
