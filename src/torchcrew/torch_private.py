@@ -248,9 +248,15 @@ def hook_collective(
     leave_uncompiled(ours)
     cell.cell_contents = ours
 
+    return _undo(cell, "cell_contents", ours, stock)
+
+
+def _undo(owner: Any, name: str, ours: Any, stock: Any) -> Callable[[], None]:
+    """What puts stock's function back, unless somebody has put another in the place of ours."""
+
     def undo() -> None:
-        if cell.cell_contents is ours:
-            cell.cell_contents = stock
+        if getattr(owner, name) is ours:
+            setattr(owner, name, stock)
 
     return undo
 
@@ -274,11 +280,7 @@ def hook_model_steps(before: Callable[[], object]) -> Callable[[], None] | None:
     leave_uncompiled(forward)
     model.forward = forward
 
-    def undo() -> None:
-        if model.forward is forward:
-            model.forward = stock
-
-    return undo
+    return _undo(model, "forward", forward, stock)
 
 
 def watch_default_group(changed: Callable[[Any], object]) -> Callable[[], None] | None:
@@ -298,11 +300,7 @@ def watch_default_group(changed: Callable[[Any], object]) -> Callable[[], None] 
 
     module._update_default_pg = _update_default_pg
 
-    def undo() -> None:
-        if module._update_default_pg is _update_default_pg:
-            module._update_default_pg = stock
-
-    return undo
+    return _undo(module, "_update_default_pg", _update_default_pg, stock)
 
 
 def leave_uncompiled(function: Any, recursive: bool = False) -> None:
