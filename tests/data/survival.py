@@ -33,7 +33,6 @@ __all__ = (
     "expected",
     "outcome",
     "row",
-    "shm_names",
     "worker_pids",
 )
 
@@ -167,8 +166,3 @@ def worker_pids() -> list[int]:
         and not info.is_zombie
         and not any(name in info.command for name in helpers)
     ]
-
-
-def shm_names() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))

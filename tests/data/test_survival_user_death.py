@@ -1,4 +1,7 @@
-"""SIGKILL of the user's process in every state: all below it is gone within a second, and so is its memory."""
+"""SIGKILL of the user's process in every state: all below it is gone within a second, and so is its memory.
+
+That nothing stays in /dev/shm is what the leak check of every test sees to: other programs use that folder, too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.crew.programs import Program, running, state, survivors
-from tests.data.survival import PROGRAMS, environment, shm_names
+from tests.data.survival import PROGRAMS, environment
 from torchcrew.testing import procfs
 
 pytestmark = pytest.mark.timeout(40)
@@ -68,21 +71,17 @@ def kill_and_look(program: Program, signum: int = signal.SIGKILL) -> None:
 @pytest.mark.parametrize("name", STATES)
 def test_the_user_is_killed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers in native code with the GIL, blocked, stopped, with subprocesses: every one goes."""
-    before = shm_names()
     code, path, env = start(name, tmp_path, monkeypatch)
     with running(code, path=path, env=env) as program:
         kill_and_look(program)
-    assert shm_names() <= before
 
 
 @pytest.mark.parametrize("name", [pytest.param("spawned", marks=pytest.mark.faults), "zygote"])
 def test_the_user_of_other_start_methods_is_killed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are no forks of the user's process, or not even its children."""
-    before = shm_names()
     code, path, env = start(name, tmp_path, monkeypatch)
     with running(code, path=path, env=env) as program:
         kill_and_look(program)
-    assert shm_names() <= before
 
 
 @pytest.mark.faults
