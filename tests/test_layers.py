@@ -18,6 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"memory"}),
     frozenset({"channel"}),
     frozenset({"crew"}),
+    frozenset({"collectives"}),
     frozenset({"data", "tasks", "launcher", "train", "infer", "multiprocessing"}),
     frozenset({"cli", "testing"}),
     frozenset({"__init__", "__main__"}),

@@ -264,3 +264,46 @@ def test_leave_uncompiled() -> None:
     torch_private.leave_uncompiled(function)
     torch_private.leave_uncompiled(function, recursive=True)
     assert function._torchdynamo_disable is True  # type: ignore[attr-defined]
+
+
+def test_without_autograd_tensors_are_written_as_gloo_writes_them() -> None:
+    """A leaf that needs a gradient, and one of inference mode; no version is counted up."""
+    leaf = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        other = torch.ones(3)
+    with torch_private.without_autograd():
+        leaf.data.add_(1)
+        other.data.add_(1)
+    assert leaf.tolist() == other.tolist() == [2.0, 2.0, 2.0]
+    assert leaf.grad_fn is None
+    assert leaf._version == 0
+
+
+def test_a_completed_work_waits_for_its_future() -> None:
+    """`Work` made of a future: done when that is, with its result or its error."""
+    future: Any = torch.futures.Future()
+    work = torch_private.completed_work(future)
+    assert not work.is_completed()
+    future.set_result([torch.ones(1)])
+    work.wait()
+    assert work.is_completed()
+    assert work.result()[0].item() == 1.0
+
+
+def test_it_is_known_that_a_thread_runs_a_backward_pass() -> None:
+    """In a hook of a gradient, and not before or after."""
+    found = []
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda grad: found.append(torch_private.is_in_backward()))
+    leaf.sum().backward()
+    assert found == [True]
+    assert not torch_private.is_in_backward()
+
+
+def test_the_kind_of_a_reduction() -> None:
+    """`ReduceOp.SUM` is a kind itself; options hold an object that has one."""
+    kinds: Any = torch.distributed.ReduceOp.RedOpType
+    options: Any = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp.MAX
+    assert torch_private.reduce_op_kind(options.reduceOp) == kinds.MAX
+    assert torch_private.reduce_op_kind(torch.distributed.ReduceOp.SUM) == kinds.SUM

@@ -7,6 +7,7 @@ from queue import Empty
 __all__ = (
     "ArenaFull",
     "CollectiveMismatch",
+    "CollectiveTimeout",
     "HostFailed",
     "PeerDied",
     "PoolBroken",
@@ -34,6 +35,10 @@ class HostFailed(TorchcrewError):
 
 class CollectiveMismatch(TorchcrewError):
     """Two ranks call different collectives where they must call the same one; names both, and where they are called."""
+
+
+class CollectiveTimeout(TorchcrewError, TimeoutError):
+    """Some ranks did not come to a collective within the timeout of its group; names them, and where they are."""
 
 
 class PeerDied(TorchcrewError, Empty, EOFError):

@@ -28,13 +28,16 @@ __all__ = (
     "ExceptionWrapper",
     "StockIterator",
     "allocate_batches_with",
+    "completed_work",
     "dataloader_module",
     "hook_collective",
     "hook_model_steps",
+    "is_in_backward",
     "keep_process_groups",
     "leave_uncompiled",
     "profiler_enabled",
     "python_is_exiting",
+    "reduce_op_kind",
     "rendezvous_handlers",
     "replace_init_process_group",
     "set_group_timeout",
@@ -43,6 +46,7 @@ __all__ = (
     "stock_get_iterator",
     "swap_storages",
     "watch_default_group",
+    "without_autograd",
 )
 
 
@@ -202,6 +206,30 @@ def set_group_timeout(timeout: timedelta) -> None:
     with warnings.catch_warnings():  # backends that are neither NCCL nor gloo have none
         warnings.simplefilter("ignore", UserWarning)
         module._set_pg_timeout(timeout)
+
+
+def reduce_op_kind(op: Any) -> Any:
+    """The kind of a `ReduceOp`, be it the kind itself or one with it."""
+    return getattr(op, "op", op)
+
+
+def without_autograd() -> Any:
+    """A context like `torch.inference_mode`, at a quarter of its cost.
+
+    In it any tensor can be written through its `data`, and autograd takes no notice: as gloo writes it.
+    """
+    return torch._C._InferenceMode(True)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass, as when `DistributedDataParallel` has a bucket reduced."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def completed_work(future: Any) -> Any:
+    """A `Work` of `torch.distributed` that is done when a `torch.futures.Future` is."""
+    module: Any = importlib.import_module("torch._C._distributed_c10d")
+    return module._create_work_from_future(future)
 
 
 def hook_collective(

@@ -1,0 +1,395 @@
+"""What each collective means: which bytes of which rank go where. On tensors of any shape, in the caller's thread.
+
+Ranks compare what they call in the first turn: the collective, its reduction, dtype, size, root and number in the
+group. If two differ, every rank raises the same `CollectiveMismatch`, nothing is written, and the group goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from torchcrew.collectives.places import NOWHERE, place_of
+from torchcrew.collectives.reduction import Operation, operation
+from torchcrew.collectives.segment import HEAD
+from torchcrew.collectives.streams import SAME, SMALL, Streams, cut
+from torchcrew.collectives.turns import Turns
+from torchcrew.errors import CollectiveMismatch
+from torchcrew.torch_private import without_autograd
+
+__all__ = ("Call", "Collectives", "as_bytes", "flat")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Call(enum.IntEnum):
+    """What a rank calls."""
+
+    ALL_REDUCE = 1
+    REDUCE = 2
+    BROADCAST = 3
+    ALL_GATHER = 4
+    GATHER = 5
+    SCATTER = 6
+    REDUCE_SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+
+
+#: What has to be the same on all ranks: call, reduction, dtype, root (or -1), elements (or bytes), number of the call.
+_SAME = struct.Struct("<BBHiQQ")
+#: Bytes that a rank shows, and, for all_to_all, where in them each rank's begin: written behind `SAME`.
+_SHOWN = struct.Struct("<Q")
+_NO_REDUCTION = 255
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def _lies_in_a_row(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor, as they are, lie in memory one behind the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in a row: a view if they lie so, else a copy. Autograd does not see what is written to it."""
+    if _lies_in_a_row(tensor):
+        return tensor.data.view(-1)
+    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: a view if its elements lie in a row, else a copy."""
+    return flat(tensor).view(torch.uint8)
+
+
+@contextmanager
+def _in_a_row(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors to be written whose elements lie in a row; what is written to stand-ins is copied at the end."""
+    rows = [tensor if _lies_in_a_row(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    yield rows
+    for tensor, row in zip(tensors, rows, strict=True):
+        if row is not tensor:
+            tensor.data.copy_(row)
+
+
+def _check(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            kind = (
+                f"{tensor.device.type} tensor" if tensor.device.type != "cpu" else f"tensor of layout {tensor.layout}"
+            )
+            raise ValueError(
+                f"the process group crew moves dense tensors in the memory of the CPU, but got a {kind}: "
+                "for a GPU make a group of the backend nccl"
+            )
+
+
+def _collective(method: _Function) -> _Function:
+    """Autograd does not see what a collective does; what goes wrong in the middle of it breaks the group."""
+
+    @functools.wraps(method)
+    def run(self: Collectives, *args: Any, timeout: float) -> Any:
+        self.usable()
+        with without_autograd():
+            self.deadline = time.monotonic() + timeout
+            try:
+                return method(self, *args)
+            except (CollectiveMismatch, ValueError):
+                raise
+            except BaseException as error:
+                self.turns.give_up(f"{type(error).__name__}: {error}")
+                raise
+
+    return run  # type: ignore[return-value]
+
+
+class Collectives:
+    """The collectives of one rank of a group.
+
+    Args:
+        streams: the group's pages.
+        turns: its turns.
+        ranks: what people call the ranks, by place.
+    """
+
+    def __init__(self, streams: Streams, turns: Turns, ranks: Sequence[int]) -> None:
+        self.streams = streams
+        self.turns = turns
+        self.ranks = ranks
+        self.size, self.me = streams.size, streams.me
+        self.number = 0
+        self.deadline = 0.0
+        self._pid = os.getpid()
+
+    def usable(self) -> None:
+        """Refuse a group that is broken, or another process's.
+
+        Raises:
+            RuntimeError: says why.
+        """
+        if self.turns.broken:
+            raise RuntimeError(f"this process group cannot be used any more: {self.turns.broken}")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this process group belongs to process {self._pid}, from which this one was forked: "
+                "call collectives there"
+            )
+
+    # Heads ------------------------------------------------------------------------------------------------------------
+
+    def _put(self, call: Call, op: int, dtype: torch.dtype, root: int, count: int, more: bytes) -> None:
+        self.number += 1
+        self._same = _SAME.pack(call, op, _DTYPE_CODES[dtype], root, count, self.number)
+        self.streams.put(self._same.ljust(SAME, b"\0"), more)
+
+    def _first(self) -> None:
+        """Take the turn of the head, and compare."""
+        self.turns.turn(self.deadline)
+        same = self._same
+        heads = self.streams.heads()
+        for head in heads:
+            if head[: _SAME.size] != same:
+                raise CollectiveMismatch(self._differences(heads))
+
+    def _differences(self, heads: Sequence[memoryview]) -> str:
+        calls = [_describe(bytes(head[: _SAME.size])) for head in heads]
+        told = "\n".join(f"  rank {self.ranks[place]}: {call}" for place, call in enumerate(calls))
+        return f"ranks of one group call different collectives, or the same with different arguments:\n{told}"
+
+    def _shown(self) -> list[int]:
+        """How many bytes each rank shows."""
+        return [_SHOWN.unpack_from(head, SAME)[0] for head in self.streams.heads()]
+
+    # Reducing ---------------------------------------------------------------------------------------------------------
+
+    @_collective
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
+        """Reduce each tensor, in place."""
+        _check(tensors)
+        for tensor in tensors:
+            row = flat(tensor)
+            self._all_reduce(row, operation(op, tensor.dtype))
+            if not _lies_in_a_row(tensor):
+                tensor.data.copy_(row.view(tensor.shape))
+
+    def _all_reduce(self, row: torch.Tensor, op: Operation) -> None:
+        count = row.numel()
+        nbytes = count * row.element_size()
+        place = NOWHERE if nbytes <= SMALL else place_of(row)
+        self._put(Call.ALL_REDUCE, op.code, row.dtype, -1, count, place)
+        if nbytes <= SMALL:
+            self.streams.reduce_small(row, row, op, self._first)
+            op.after(row, self.size)
+            return
+        self._first()
+        places = self.streams.shared()
+        if places is not None:
+            self.streams.reduce_in_place(row, places, op, self.deadline)
+        else:
+            self.streams.reduce(row, cut(count, self.size), op, self.deadline, gather=row)
+
+    @_collective
+    def reduce(self, tensor: torch.Tensor, root: int, reduce_op: Any) -> None:
+        """Reduce a tensor into that of ``root``; the others' stay what they are."""
+        _check([tensor])
+        op, row = operation(reduce_op, tensor.dtype), flat(tensor)
+        nbytes = row.numel() * row.element_size()
+        self._put(Call.REDUCE, op.code, row.dtype, root, row.numel(), b"")
+        mine = row if self.me == root else None
+        if nbytes <= SMALL:
+            self.streams.reduce_small(row, mine, op, self._first)
+            if mine is not None:
+                op.after(mine, self.size)
+        else:
+            self._first()
+            self.streams.reduce(row, cut(row.numel(), self.size), op, self.deadline, gather=mine)
+        if mine is not None and not _lies_in_a_row(tensor):
+            tensor.data.copy_(row.view(tensor.shape))
+
+    @_collective
+    def reduce_scatter(self, outs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], op: Any) -> None:
+        """Reduce what all ranks have for a rank into its tensor; ``inputs``, for each of ``outs``: by rank, or all."""
+        for out, given in zip(outs, inputs, strict=True):
+            _check([out, *given])
+            sizes = [tensor.numel() for tensor in given]
+            if len(given) == 1 and self.size > 1:
+                sizes = [out.numel()] * self.size
+            wrong = len(sizes) != self.size or sizes[self.me] != out.numel()
+            if wrong or sum(sizes) != sum(tensor.numel() for tensor in given):
+                raise ValueError(
+                    f"reduce_scatter of {self.size} ranks needs inputs for each of them, as large as their outputs, "
+                    f"but got {[tuple(tensor.shape) for tensor in given]} for an output of {tuple(out.shape)}"
+                )
+            if any(tensor.dtype != out.dtype for tensor in given):
+                raise ValueError(
+                    f"reduce_scatter needs tensors of one dtype, but got {given[0].dtype} into {out.dtype}"
+                )
+            row = flat(given[0]) if len(given) == 1 else torch.cat([flat(tensor) for tensor in given])
+            with _in_a_row([out]) as (result,):
+                self._reduce_scatter(flat(result), row, sizes, operation(op, out.dtype))
+
+    def _reduce_scatter(self, out: torch.Tensor, row: torch.Tensor, sizes: Sequence[int], op: Operation) -> None:
+        self._put(Call.REDUCE_SCATTER, op.code, row.dtype, -1, row.numel(), b"")
+        self._first()
+        ends = [sum(sizes[: rank + 1]) for rank in range(self.size)]
+        parts = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.streams.reduce(row, parts, op, self.deadline, own=out, is_gathered=False)
+
+    # Copying ----------------------------------------------------------------------------------------------------------
+
+    def _copy(
+        self,
+        call: Call,
+        shown: torch.Tensor | None,
+        wanted: Callable[[], Sequence[tuple[int, int, torch.Tensor]]],
+        root: int = -1,
+        count: int = 0,
+        more: bytes = b"",
+    ) -> None:
+        """Show ``shown`` to all; take what is ``wanted``. ``count``: what has to be the same on all ranks."""
+        nbytes = 0 if shown is None else shown.numel()
+        self._put(call, _NO_REDUCTION, torch.uint8, root, count, _SHOWN.pack(nbytes) + more)
+        self.streams.copy(shown, lambda: max(self._shown()), wanted, self._first, self.deadline)
+
+    @_collective
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy the tensor of ``root`` into the others'."""
+        _check([tensor])
+        nbytes = tensor.numel() * tensor.element_size()
+        if self.me == root:
+            self._copy(Call.BROADCAST, as_bytes(tensor), lambda: (), root, nbytes)
+            return
+        with _in_a_row([tensor]) as (row,):
+            self._copy(Call.BROADCAST, None, lambda: [(root, 0, as_bytes(row))], root, nbytes)
+
+    @_collective
+    def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Copy each rank's tensor into one of ``outs``; the ranks' sizes may differ."""
+        _check([*outs, tensor])
+        if len(outs) != self.size:
+            raise ValueError(f"all_gather of {self.size} ranks needs as many outputs, but got {len(outs)}")
+        self._gather(Call.ALL_GATHER, outs, tensor, -1)
+
+    @_collective
+    def gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+        """Copy each rank's tensor into one of the root's ``outs``."""
+        _check([*outs, tensor])
+        if self.me == root and len(outs) != self.size:
+            raise ValueError(f"gather of {self.size} ranks needs as many outputs at its root, but got {len(outs)}")
+        if self.me != root and outs:
+            raise ValueError("gather needs no outputs at ranks that are not its root")
+        self._gather(Call.GATHER, outs, tensor, root)
+
+    def _gather(self, call: Call, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+        with _in_a_row(outs) as rows:
+
+            def wanted() -> list[tuple[int, int, torch.Tensor]]:
+                for rank, (row, nbytes) in enumerate(zip(rows, self._shown(), strict=False)):
+                    if row.numel() * row.element_size() != nbytes:
+                        self._refuse(
+                            f"rank {self.ranks[rank]} sends {nbytes} bytes, but its output has "
+                            f"{row.numel() * row.element_size()}"
+                        )
+                return [(rank, 0, as_bytes(row)) for rank, row in enumerate(rows)]
+
+            self._copy(call, as_bytes(tensor), wanted, root)
+
+    @_collective
+    def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy all ranks' tensors, which are of one size, behind each other into ``out``."""
+        _check([out, tensor])
+        nbytes = tensor.numel() * tensor.element_size()
+        if out.numel() != tensor.numel() * self.size or out.dtype != tensor.dtype:
+            raise ValueError(
+                f"the output of all_gather has to be {self.size} times the input, of the same dtype, but is "
+                f"{tuple(out.shape)} of {out.dtype} for {tuple(tensor.shape)} of {tensor.dtype}"
+            )
+        with _in_a_row([out]) as (row,):
+            target = as_bytes(row)
+            reads = [(rank, 0, target[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
+            self._copy(Call.ALL_GATHER, as_bytes(tensor), lambda: reads, count=nbytes)
+
+    @_collective
+    def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
+        """Copy one of the root's ``inputs`` into each rank's tensor."""
+        _check([out, *inputs])
+        if len(inputs) != (self.size if self.me == root else 0):
+            raise ValueError(
+                f"scatter needs an input for each of {self.size} ranks at its root, and none elsewhere, "
+                f"but got {len(inputs)}"
+            )
+        nbytes = out.numel() * out.element_size()
+        if any(tensor.numel() != out.numel() or tensor.dtype != out.dtype for tensor in inputs):
+            raise ValueError("the inputs of scatter have to be as large as the output, and of its dtype")
+        shown = torch.cat([as_bytes(tensor) for tensor in inputs]) if inputs else None
+        with _in_a_row([out]) as (row,):
+            self._copy(Call.SCATTER, shown, lambda: [(root, self.me * nbytes, as_bytes(row))], root, nbytes)
+
+    @_collective
+    def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Copy the input that each rank has for this one into one of ``outs``; sizes may differ."""
+        _check([*outs, *inputs])
+        if len(outs) != self.size or len(inputs) != self.size:
+            raise ValueError(
+                f"all_to_all of {self.size} ranks needs as many inputs and outputs, "
+                f"but got {len(inputs)} and {len(outs)}"
+            )
+        rows = [as_bytes(tensor) for tensor in inputs]
+        ends = [0]
+        for row in rows:
+            ends.append(ends[-1] + row.numel())
+        begins = struct.Struct(f"<{self.size + 1}Q")
+        if SAME + _SHOWN.size + begins.size > HEAD:
+            raise ValueError(f"all_to_all is made for {(HEAD - SAME - _SHOWN.size) // 8 - 1} ranks at most")
+        with _in_a_row(outs) as targets:
+
+            def wanted() -> list[tuple[int, int, torch.Tensor]]:
+                reads = []
+                for rank, (head, target) in enumerate(zip(self.streams.heads(), targets, strict=True)):
+                    splits = begins.unpack_from(head, SAME + _SHOWN.size)
+                    nbytes = splits[self.me + 1] - splits[self.me]
+                    if target.numel() * target.element_size() != nbytes:
+                        self._refuse(
+                            f"rank {self.ranks[rank]} sends {nbytes} bytes, but its output has "
+                            f"{target.numel() * target.element_size()}"
+                        )
+                    reads.append((rank, splits[self.me], as_bytes(target)))
+                return reads
+
+            self._copy(Call.ALL_TO_ALL, torch.cat(rows), wanted, more=begins.pack(*ends))
+
+    def _refuse(self, text: str) -> None:
+        """What only this rank sees, behind the first turn: the others have gone on."""
+        error = CollectiveMismatch(text)
+        self.turns.give_up(str(error))
+        raise error
+
+    @_collective
+    def barrier(self) -> None:
+        """Wait for all."""
+        self._put(Call.BARRIER, _NO_REDUCTION, torch.uint8, -1, 0, b"")
+        self._first()
+
+
+def _describe(same: bytes) -> str:
+    """A call in words."""
+    call, op, dtype, root, count, number = _SAME.unpack(same)
+    try:
+        name = Call(call).name.lower()
+    except ValueError:
+        return "something else"
+    what = f"{count} bytes" if op == _NO_REDUCTION else f"{count} elements of {_DTYPES[dtype]}"
+    told = name if name == "barrier" or not (count or op != _NO_REDUCTION) else f"{name} of {what}"
+    if op != _NO_REDUCTION:
+        told += f", reduction {torch.distributed.ReduceOp.RedOpType(op).name}"
+    if root >= 0:
+        told += f", root {root}"
+    return f"{told} (call {number} in this group)"

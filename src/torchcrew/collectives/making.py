@@ -1,0 +1,31 @@
+"""From what torch says of a new group to the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchcrew.collectives.meeting import meet, seats
+from torchcrew.collectives.process_group import CrewProcessGroup
+
+__all__ = ("make",)
+
+
+def make(options: Any) -> CrewProcessGroup:
+    """Make this rank's end of a group.
+
+    Args:
+        options: torch's `_DistributedBackendOptions`.
+
+    Raises:
+        RuntimeError: the ranks are not all on one host, or do not meet in time.
+    """
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    found = seats(options.store, rank, size)
+    hosts = {host for host, _ in found}
+    if len(hosts) > 1:
+        raise RuntimeError(
+            f"the {size} ranks of this group are on {len(hosts)} hosts, which do not share memory: use the backend gloo"
+        )
+    meeting = meet(options.store, rank, [pid for _, pid in found], ranks, timeout.total_seconds())
+    return CrewProcessGroup(meeting, rank, ranks, timeout)

@@ -1,0 +1,98 @@
+"""How the ranks of a new group find each other: through the store that torch gives them, and /proc.
+
+    rank i      store: "seat i" = host, pid ──► reads all seats: who is on this host
+    first one   makes the segment ──► store: "segment" = descriptor, inode
+    the others  /proc/PID/fd/N ──► the same segment, if it is that inode
+    all         a first turn: everybody has it ──► the descriptor is closed; nothing of the group has a name
+
+Death      of a rank before it has said its seat: the store's timeout, as for every backend; later: a turn's.
+A host is a boot of a kernel and a namespace of pids: what is the same there can open each other's /proc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torchcrew.collectives.peers import Peer, Peers
+from torchcrew.collectives.segment import Segment
+from torchcrew.collectives.turns import Turns
+
+__all__ = ("Meeting", "host_key", "meet", "seats")
+
+
+def host_key() -> str:
+    """What two processes have in common that can share memory."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.geteuid()} {os.environ.get('TORCHCREW_HOST', '')}"
+
+
+def seats(store: Any, rank: int, size: int) -> list[tuple[str, int]]:
+    """Host and pid of every rank of the group.
+
+    Raises:
+        RuntimeError: the store's error, where a rank does not come.
+    """
+    store.set(f"seat {rank}", json.dumps([host_key(), os.getpid()]))
+    found = [json.loads(store.get(f"seat {other}")) for other in range(size)]
+    return [(host, pid) for host, pid in found]
+
+
+class Meeting:
+    """What a rank has when all have met."""
+
+    def __init__(self, segment: Segment, peers: Peers, turns: Turns) -> None:
+        self.segment = segment
+        self.peers = peers
+        self.turns = turns
+
+
+def meet(store: Any, place: int, pids: Sequence[int], ranks: Sequence[int], timeout: float) -> Meeting:
+    """Join the ranks of one host into a group.
+
+    Args:
+        store: where they meet; no other group uses the same keys.
+        place: this process's among them.
+        pids: of their processes.
+        ranks: what people call them.
+        timeout: for all of it, in seconds.
+
+    Raises:
+        PeerDied, CollectiveTimeout: one of them did not come.
+        OSError: this process may not look into another one's /proc, or has no memory to map.
+    """
+    deadline = time.monotonic() + timeout
+    size = len(pids)
+    peers = Peers([Peer(number, rank, pid) for number, (rank, pid) in enumerate(zip(ranks, pids, strict=True))], place)
+    with ExitStack() as undo:
+        undo.callback(peers.close)
+        if place == 0:
+            fd, segment = Segment.create(size)
+            undo.callback(os.close, fd)
+            store.set("segment", json.dumps([fd, os.fstat(fd).st_ino]))
+        else:
+            fd, inode = json.loads(store.get("segment"))
+            opened = _open(pids[0], fd, inode)
+            try:
+                segment = Segment(opened, size)
+            finally:
+                os.close(opened)
+        turns = Turns(segment, peers)
+        turns.turn(deadline)
+        undo.pop_all()
+    if place == 0:
+        os.close(fd)
+    return Meeting(segment, peers, turns)
+
+
+def _open(pid: int, fd: int, inode: int) -> int:
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(opened).st_ino != inode:
+        os.close(opened)
+        raise OSError(f"descriptor {fd} of process {pid} is not the memory of this process group")
+    return opened

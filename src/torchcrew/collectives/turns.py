@@ -1,0 +1,147 @@
+"""Turns: the one way in which the ranks of a group wait for each other.
+
+    turn k    rank 0: writes its page k ── comes ──┐ reads all pages k, writes its page k+1 ── comes ──┐
+              rank 1: writes its page k ─── comes ─┘ reads all pages k, writes its page k+1 ─── comes ─┘
+
+The rule   What is written before turn k may be read between turn k and turn k+1, and at no other time. Each rank has
+           two pages, for even turns and for odd ones: page k+2 is written behind turn k+1, and to that everybody came
+           who had read page k. Turns are counted through all collectives of a group: parity that begins anew with
+           each of them lets a fast rank write what a slow one still reads.
+Coming     is one post to the semaphore of each other rank, even or odd as the turn; all posts of turn k are there
+           before one of turn k+2 can be.
+Waiting    short: look again and again, for as long as a wake-up costs, where every rank has a core; then sleep in the
+           semaphore, and every SLICE see whether a peer has ended, left or failed, or the time is over.
+Death      of a peer before it came: `PeerDied` here, within a slice. What it wrote is not read. The group is unusable,
+           and says so to those that still wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import NoReturn
+
+from torchcrew.collectives.peers import Peer, Peers
+from torchcrew.collectives.segment import Segment, State
+from torchcrew.crew.cpus import usable_cores
+from torchcrew.errors import CollectiveTimeout, PeerDied
+
+__all__ = ("SLICE", "Turns")
+
+#: Seconds for which a rank looks for its peers before it sleeps, where each has a core for itself; and where not.
+SPIN, SPIN_CROWDED = 150e-6, 5e-6
+#: Looks between two looks at the clock.
+_LOOKS = 16
+#: Seconds of one sleep; after each a rank sees whether its peers live: some 10 µs in 10 ms.
+SLICE = 0.01
+
+
+class Turns:
+    """The turns of one rank.
+
+    Args:
+        segment: the group's memory.
+        peers: the group's processes.
+    """
+
+    def __init__(self, segment: Segment, peers: Peers) -> None:
+        self.segment = segment
+        self.peers = peers
+        self.number = 0
+        self.broken = ""
+        """Why the group cannot be used any more."""
+        me = peers.me.place
+        self._own = [segment.semaphore(me, parity).acquire for parity in (0, 1)]
+        self._posts = [[segment.semaphore(peer.place, parity).release for peer in peers.others] for parity in (0, 1)]
+        self._spin = SPIN if segment.size <= math.floor(usable_cores()) else SPIN_CROWDED
+
+    @property
+    def parity(self) -> int:
+        """Of the page to write now. The pages to read are the other ones."""
+        return self.number & 1
+
+    def turn(self, deadline: float) -> None:
+        """Say that this rank's page is written, and wait until everybody's is.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+
+        Raises:
+            PeerDied: another rank has ended, has left the group, or has failed in it.
+            CollectiveTimeout: not all have come in time; says who is missing, and where they are.
+        """
+        parity = self.number & 1
+        for post in self._posts[parity]:
+            post()
+        self.number += 1
+        self.segment.set_turn(self.peers.me.place, self.number)
+        missing = len(self.peers.others)
+        acquire = self._own[parity]
+        while missing and acquire(False):
+            missing -= 1
+        if missing:
+            self._wait(missing, acquire, deadline)
+
+    def _wait(self, missing: int, acquire, deadline: float) -> None:  # type: ignore[no-untyped-def]
+        clock = time.perf_counter
+        until = clock() + self._spin
+        while clock() < until:
+            for _ in range(_LOOKS):
+                if acquire(False):
+                    missing -= 1
+                    if not missing:
+                        return
+            os.sched_yield()
+        while missing:
+            if acquire(True, SLICE):
+                missing -= 1
+                continue
+            gone = self._gone()
+            while missing and acquire(False):  # what has ended, had come
+                missing -= 1
+            if missing and gone:
+                self.fail(PeerDied(gone))
+            if missing and time.monotonic() > deadline:
+                self._give_up()
+
+    def late(self) -> list[Peer]:
+        """Those who have not come to the turn that this rank has come to."""
+        return [peer for peer in self.peers.others if self.segment.turn(peer.place) < self.number]
+
+    def _gone(self) -> str:
+        """Why it is no use to wait for one of those who are late; "" if it may be."""
+        late = self.late()
+        for peer in late:
+            state, reason = self.segment.state(peer.place)
+            if state == State.FAILED:
+                return f"{peer} failed in a collective of this group: {reason}"
+            if state == State.LEFT:
+                return f"{peer} has destroyed its process group, or has ended"
+        for peer in self.peers.dead():
+            if peer in late:
+                return f"{peer} has ended in the middle of a collective, or before it"
+        return ""
+
+    def _give_up(self) -> NoReturn:
+        late = self.late()
+        names = ", ".join(map(str, late))
+        stacks = self.peers.stacks(late)
+        self.fail(CollectiveTimeout(f"{names} did not come to a collective in time.\n{stacks}".rstrip()))
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise, here and in all that wait for this rank."""
+        self.give_up(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        raise error
+
+    def give_up(self, reason: str) -> None:
+        """Take part no more; tell the others why."""
+        if not self.broken:
+            self.broken = reason
+            self.segment.set_state(self.peers.me.place, State.FAILED, reason)
+
+    def leave(self) -> None:
+        """Take part no more, for no bad reason."""
+        if not self.broken:
+            self.broken = "this process has destroyed it"
+            self.segment.set_state(self.peers.me.place, State.LEFT)
