@@ -2,10 +2,10 @@
 
     caller, sync    ── nothing is pending ──► runs it itself
                     ── else ────────────────► behind the others ──► waits
-    caller, async   ────────────────────────► queue ──► thread of the group ──► future
+    caller, async   ────────────────────────► queue ──► thread of the group ──► work
 
 Owner      of the thread: the group; started by the first asynchronous call, ended by `close`.
-Death      an error of an asynchronous call is raised by its future; those behind it find a broken group.
+Death      an error of an asynchronous call is raised by its `wait`; those behind it find a broken group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.futures import Future
+
+from torchcrew.collectives.work import GroupWork
 
 __all__ = ("Lane",)
 
@@ -47,25 +48,11 @@ class Lane:
         with self._running:
             return job(*args, **options)
 
-    def submit(self, result: Any, job: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
-        """Run a job in the group's thread; the future has ``result`` then, or raises what the job has raised."""
-        begun: Future[Any] = Future()
-        failed: list[BaseException] = []
-
-        def finish(_: Future[Any]) -> Any:
-            if failed:
-                raise failed[0]
-            return result
-
-        ended = begun.then(finish)
-
-        def done(_: Any, error: BaseException | None) -> None:
-            if error is not None:
-                failed.append(error)
-            begun.set_result(None)
-
-        self._enqueue(job, args, options, done)
-        return ended
+    def submit(self, result: list[Any], job: Callable[..., Any], *args: Any, **options: Any) -> GroupWork:
+        """Run a job in the group's thread; what is returned has ``result`` then, or raises what the job has raised."""
+        work = GroupWork(result)
+        self._enqueue(job, args, options, lambda _, error: work.end(error))
+        return work
 
     def _enqueue(self, job: Callable[..., Any], args: Any, options: Any, done: Callable[[Any, Any], None]) -> None:
         def run() -> None:

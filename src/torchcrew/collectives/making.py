@@ -6,6 +6,7 @@ from typing import Any
 
 from torchcrew.collectives.meeting import meet, seats
 from torchcrew.collectives.process_group import CrewProcessGroup
+from torchcrew.crew import stacks
 
 __all__ = ("make",)
 
@@ -19,6 +20,8 @@ def make(options: Any) -> CrewProcessGroup:
     Raises:
         RuntimeError: the ranks are not all on one host, or do not meet in time.
     """
+    if not stacks.descriptors():
+        stacks.offer("a rank of a process group")  # peers that wait for it in vain say where it is
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
     found = seats(options.store, rank, size)

@@ -8,8 +8,12 @@ import select
 from dataclasses import dataclass
 
 from torchcrew.crew import stacks
+from torchcrew.crew.stack_text import Stacks, printable
 
 __all__ = ("Peer", "Peers")
+
+#: Frames of a stack that are told, from the innermost on.
+_FRAMES = 12
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Peers:
     def stacks(self, missing: list[Peer]) -> str:
         """Where these are now, in Python, for an error; never raises."""
         with contextlib.suppress(Exception):
-            return "\n".join(str(found) for found in stacks.ask([peer.pid for peer in missing], timeout=1.0))
+            return "\n".join(map(_told, missing, stacks.ask([peer.pid for peer in missing], timeout=1.0)))
         return ""
 
     def close(self) -> None:
@@ -67,3 +71,12 @@ class Peers:
         while self._by_fd:
             os.close(self._by_fd.popitem()[0])
         self._poll = select.poll()
+
+
+def _told(peer: Peer, found: Stacks) -> str:
+    """The stack of a process, most recent call first."""
+    if not found.main:
+        return f"{peer} {found.problem or 'runs no Python'}"
+    frames = [f"  {printable(frame.file)}:{frame.line} in {printable(frame.function)}" for frame in found.main]
+    more = [f"  ... and {len(frames) - _FRAMES} more"] if len(frames) > _FRAMES else []
+    return "\n".join([f"{peer} {found.state}, most recent call first:", *frames[:_FRAMES], *more])

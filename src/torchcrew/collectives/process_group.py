@@ -119,7 +119,7 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         timeout = self._seconds(options)
         if (options is None or getattr(options, "asyncOp", True)) and not is_in_backward():
             self._collectives.usable()
-            return completed_work(self._lane.submit(result, job, *args, timeout=timeout))
+            return self._lane.submit(result, job, *args, timeout=timeout)
         self._lane.run(job, *args, timeout=timeout)
         if options is None or getattr(options, "asyncOp", True):
             done: Future[Any] = Future()
