@@ -77,9 +77,15 @@ class Lane:
             job()
             del job
 
-    def close(self, timeout: float) -> None:
-        """End the thread, when it has done what is pending, or ``timeout`` is over."""
+    def close(self, timeout: float) -> bool:
+        """End the thread, when it has done what is pending; False if ``timeout`` was over before, or a job runs."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._jobs.put(None)
             self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        if not self._running.acquire(timeout=0):
+            return False
+        self._running.release()
+        return True

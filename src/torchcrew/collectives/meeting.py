@@ -51,6 +51,12 @@ class Meeting:
         self.peers = peers
         self.turns = turns
 
+    def close(self) -> None:
+        """Let go of everything; nobody is in a collective, or will call one."""
+        self.turns.clear()
+        self.peers.close()
+        self.segment.close()
+
 
 def meet(store: Any, place: int, pids: Sequence[int], ranks: Sequence[int], timeout: float) -> Meeting:
     """Join the ranks of one host into a group.

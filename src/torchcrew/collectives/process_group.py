@@ -12,6 +12,7 @@ Stuck          `CollectiveTimeout` after the group's timeout, with the Python st
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -55,8 +56,10 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group_name = self._group_description = ""
         self._meeting = meeting
         self._places = Places(meeting.peers)
-        streams = Streams(meeting.segment, meeting.turns, self._places)
-        self._collectives = Collectives(streams, meeting.turns, ranks)
+        self._streams = Streams(meeting.segment, meeting.turns, self._places)
+        self._collectives = Collectives(self._streams, meeting.turns, ranks)
+        self._pid = os.getpid()
+        self._is_shut = False
         self._lane = Lane(f"torchcrew-group-{ranks[rank]}")
         done: Future[Any] = Future()
         done.set_result([])
@@ -98,10 +101,15 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group: peers that wait for this rank learn it at once."""
-        self._lane.close(_CLOSING)
+        if self._pid != os.getpid() or self._is_shut:
+            return  # a forked child has no part in it
+        self._is_shut = True
+        is_idle = self._lane.close(_CLOSING)
         self._meeting.turns.leave()
-        self._meeting.peers.close()
-        self._places.clear()
+        if is_idle:  # else a thread is in the middle of it, and needs what would be closed here
+            self._meeting.close()
+            self._streams.clear()
+            self._places.clear()
 
     def abort(self) -> None:
         """As `shutdown`, without finishing what is pending."""

@@ -81,6 +81,11 @@ class Segment:
             semaphore.initialize(made._semaphore(number))
         return fd, made
 
+    def close(self) -> None:
+        """Let go of the mapping; it is gone when the views of it are."""
+        self._view = None
+        self._bytes = memoryview(b"")
+
     def _semaphore(self, number: int) -> int:
         return self._address + self.size * _STATUS + number * semaphore.BYTES
 

@@ -69,6 +69,11 @@ class Streams:
         self._typed: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._plans: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
 
+    def clear(self) -> None:
+        """Let go of the segment."""
+        for views in (self._heads, self._rooms, self._typed, self._plans):
+            views.clear()
+
     # Pages ------------------------------------------------------------------------------------------------------------
 
     def put(self, same: bytes, more: bytes = b"") -> None:

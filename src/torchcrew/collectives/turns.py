@@ -111,15 +111,16 @@ class Turns:
 
     def _gone(self) -> str:
         """Why it is no use to wait for one of those who are late; "" if it may be."""
-        late = self.late()
-        for peer in late:
-            state, reason = self.segment.state(peer.place)
+        dead = self.peers.dead()
+        states = {peer: self.segment.state(peer.place) for peer in self.peers.others}
+        # Last, who is late: a rank may come to this turn, its last one, and end, while this one looks.
+        for peer in self.late():
+            state, reason = states[peer]
             if state == State.FAILED:
                 return f"{peer} failed in a collective of this group: {reason}"
             if state == State.LEFT:
-                return f"{peer} has destroyed its process group, or has ended"
-        for peer in self.peers.dead():
-            if peer in late:
+                return f"{peer} has destroyed its process group"
+            if peer in dead:
                 return f"{peer} has ended in the middle of a collective, or before it"
         return ""
 
@@ -145,3 +146,7 @@ class Turns:
         if not self.broken:
             self.broken = "this process has destroyed it"
             self.segment.set_state(self.peers.me.place, State.LEFT)
+
+    def clear(self) -> None:
+        """Let go of the segment: nobody is in a turn, or will take one."""
+        self._own, self._posts = [], []
