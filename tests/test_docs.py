@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from tests.warm import WarmPython, warm_python
+from torchcrew.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = sorted((ROOT / "docs" / "snippets").glob("*.py"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+#: Programs of six seconds and more; what they show is also tested where it is made.
+SLOW = ("ask_for_stacks", "launch_torchrun_code", "launch_training", "share_dataset")
 INCLUDE = re.compile(r'--8<-- "([^"]+)"')
 
 
@@ -23,6 +30,12 @@ def blocks(language: str) -> list[tuple[str, str]]:
         for match in BLOCK.finditer(page.read_text())
         if match[1] == language
     ]
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with warm_python("-W", "error") as python:
+        yield python
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("python"))
@@ -43,10 +56,7 @@ def test_console_blocks_name_commands_that_exist() -> None:
     for line in typed:
         program, what, *_ = line.split()
         if program == "torchcrew":
-            done = subprocess.run(
-                [sys.executable, "-m", "torchcrew.cli", what, "--help"], capture_output=True, timeout=20
-            )
-            assert done.returncode == 0, line
+            assert CliRunner().invoke(app, [what, "--help"]).exit_code == 0, line
         elif program == "make":
             assert what in targets, line
         else:
@@ -54,12 +64,29 @@ def test_console_blocks_name_commands_that_exist() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("path", [p for p in SNIPPETS if not p.name.startswith("test_")], ids=lambda path: path.stem)
-def test_snippets_run(path: Path) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.faults if path.stem in SLOW else ())
+        for path in SNIPPETS
+        if not path.name.startswith("test_")
+    ],
+)
+def test_snippets_run(path: Path, python: WarmPython) -> None:
     """A program of the docs ends well, and without a warning."""
-    done = subprocess.run([sys.executable, "-W", "error", path], capture_output=True, text=True, timeout=55)
+    done = python.run(path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    assert done.stdout
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("path", [p for p in SNIPPETS if not p.name.startswith("test_")], ids=lambda path: path.stem)
+def test_snippets_run_in_a_fresh_interpreter(path: Path) -> None:
+    """The same without a torch that was imported beforehand."""
+    done = subprocess.run([sys.executable, "-W", "error", path], capture_output=True, text=True, timeout=55)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 
 

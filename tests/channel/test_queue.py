@@ -711,7 +711,7 @@ def test_start_methods(method: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", ["fork", "spawn", "zygote"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.faults), "zygote"])
 def test_grandchildren(method: str) -> None:
     """A queue is passed on by who got it."""
     queue = torchcrew.Queue()

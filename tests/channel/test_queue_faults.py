@@ -35,6 +35,7 @@ def storm(seed: int, kills: int, timeout: float) -> None:
     assert facts["freed"] == 3, facts
 
 
+@pytest.mark.faults  # by default `tests/multiprocessing/test_queue_deaths.py` has it, with the same mailbox
 @pytest.mark.timeout(60)
 def test_random_kills() -> None:
     """A short storm."""
@@ -94,7 +95,7 @@ def all_points(victim: str) -> list[str]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("victim", ["producer", "consumer"])
+@pytest.mark.parametrize("victim", [pytest.param("producer", marks=pytest.mark.faults), "consumer"])
 def test_killed_at_some_system_calls(victim: str) -> None:
     """A few of all points."""
     points = all_points(victim)

@@ -30,15 +30,30 @@ def launch(*arguments: object, command: list[str] = COMMAND, **options) -> subpr
     return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=50, **options)
 
 
+#: What a rank of stock's says when it meets a race in the teardown of stock's gloo: a thread of it is left when the
+#: process ends, and C++ aborts.
+GLOOS_RACE = "terminate called without an active exception"
+
+
+def torchrun(*arguments: object, tries: int = 3) -> subprocess.CompletedProcess[str]:
+    """The same by torchrun; once more where that race, and nothing of ours, has ended it."""
+    while True:
+        done = launch("--standalone", *arguments, command=TORCHRUN)
+        tries -= 1
+        if not done.returncode or not tries or GLOOS_RACE not in done.stderr or "exitcode: -6" not in done.stderr:
+            return done
+
+
 def without_prefix(text: str) -> list[str]:
     return [re.sub(r"^\[[^\]]*\]:? ?", "", line) for line in text.splitlines()]
 
 
+@pytest.mark.timeout(200)  # torchrun has three tries
 def test_a_program_of_torchruns_gives_the_same(tmp_path):
     """DDP over two ranks by its flags: the weights are torchrun's to the last printed digit."""
     arguments = ["--nproc_per_node=2", PROGRAMS / "ddp_step.py", "--steps", "2"]
     ours = launch(*arguments)
-    torchruns = launch("--standalone", *arguments, command=TORCHRUN)
+    torchruns = torchrun(*arguments)
     assert ours.returncode == torchruns.returncode == 0, ours.stderr + torchruns.stderr
     assert ours.stderr == ""
     assert without_prefix(ours.stdout) == torchruns.stdout.splitlines()
@@ -67,6 +82,24 @@ def test_no_prefixes(tmp_path):
     program.write_text("import sys; print('here'); sys.exit(0)")
     done = launch("-n", 2, "--logs", "none", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "here\nhere\n", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"), [([], "crew"), (["--backend", "crew"], "crew"), (["--backend", "gloo"], "gloo")]
+)
+def test_the_backend(tmp_path, flags, name):
+    """Of a script that leaves it to the command."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "value = torch.ones(1)\n"
+        "dist.all_reduce(value)\n"
+        "print(dist.get_backend(), int(value))\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = launch("-n", 2, "--logs", "none", *flags, program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{name} 2\n" * 2, "")
 
 
 def test_output_in_files(tmp_path):
@@ -167,6 +200,7 @@ def test_a_program_that_cannot_be_run_starts_no_rank(tmp_path, name, source, sta
     assert "cli/launch" not in done.stderr
 
 
+@pytest.mark.faults
 def test_a_module_that_is_not_there(tmp_path):
     """Found out by the ranks, as importing its package is theirs; python's status."""
     done = launch("-n", 2, "-m", "no_such_module", cwd=tmp_path)
@@ -226,6 +260,7 @@ def test_loaders_with_spawned_workers_find_the_script():
     assert done.stdout == "[0, 1, 4, 9, 16, 25, 36, 49]\n"
 
 
+@pytest.mark.faults
 def test_restarts(tmp_path):
     """All ranks start anew, and are told for the how-many-th time."""
     program = tmp_path / "program.py"

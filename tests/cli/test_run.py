@@ -261,7 +261,9 @@ def test_a_stock_loader_runs_on_our_engine_and_is_reported(tmp_path):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(method, marks=pytest.mark.faults) for method in ("fork", "forkserver"))]
+)
 def test_children_run_on_our_engine(tmp_path, method):
     """A child of any start method finds the engine installed, and its own `__main__` by the program's path."""
     write(
@@ -351,7 +353,9 @@ def whose():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "zygote"])
+@pytest.mark.parametrize(
+    "method", ["zygote", *(pytest.param(name, marks=pytest.mark.faults) for name in ("fork", "spawn", "forkserver"))]
+)
 def test_processes_are_ours(tmp_path, method):
     """`torch.multiprocessing` of an unmodified program and of its children; who starts them shows in the parent."""
     write(
@@ -376,6 +380,7 @@ def test_processes_are_ours(tmp_path, method):
     assert done.stderr == ""
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(60)
 def test_processes_of_a_python_subprocess_are_ours(tmp_path):
     """The environment carries it there."""
@@ -385,7 +390,7 @@ def test_processes_of_a_python_subprocess_are_ours(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.faults)])
 def test_a_stock_loaders_workers_come_from_the_zygote(tmp_path, method):
     """Also where the program asks for spawn; what they see is spawn's."""
     write(
@@ -414,7 +419,7 @@ def test_a_stock_loaders_workers_come_from_the_zygote(tmp_path, method):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", ["spawn", "zygote"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.faults), "zygote"])
 def test_the_start_method_of_a_program_that_sets_none(tmp_path, method):
     """In it, in its children, in a Python that it starts, and for the standard library."""
     write(
@@ -448,7 +453,10 @@ def test_the_start_method_of_a_program_that_sets_none(tmp_path, method):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("call", ["set_start_method('spawn')", "set_start_method('spawn', force=True)"])
+@pytest.mark.parametrize(
+    "call",
+    ["set_start_method('spawn')", pytest.param("set_start_method('spawn', force=True)", marks=pytest.mark.faults)],
+)
 def test_the_program_sets_its_start_method_as_ever(tmp_path, call):
     """As if --start-method had not been given; a second time is refused as ever."""
     write(

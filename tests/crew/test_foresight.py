@@ -38,6 +38,7 @@ def test_the_programs_text_tells(source: str, trains: bool, tmp_path: Path, monk
     assert expected_imports([functools.partial(work, 1), 3, "optim"]) == expected
 
 
+@pytest.mark.faults
 def test_so_does_what_this_process_has_made() -> None:
     """Making an optimizer imports it in the installed release, in whatever process makes it."""
     program = (

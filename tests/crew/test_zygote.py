@@ -72,7 +72,7 @@ def reported(ctx: Any, *, daemon: bool = False) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("changed", [pytest.param(False, marks=pytest.mark.faults), True])
 def test_a_process_sees_what_a_spawned_one_sees(ctx: Any, tmp_path: Path, changed: bool) -> None:
     """Every inherited thing is the parent's of this moment, also when that differs from the zygote's own start."""
     spawn = multiprocessing.get_context("spawn")

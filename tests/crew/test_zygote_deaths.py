@@ -91,7 +91,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGKILL to the group", "SIGTERM", "zygote first"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "SIGKILL",
+        "zygote first",
+        *(pytest.param(end, marks=pytest.mark.faults) for end in ("SIGKILL to the group", "SIGTERM")),
+    ],
+)
 def test_everything_ends_with_the_user(tmp_path: Path, end: str) -> None:
     """Children, what they started, zygotes and guardian are gone within a second of the user's death."""
     with running(USER, path=tmp_path / "user.py") as program:

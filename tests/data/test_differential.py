@@ -21,8 +21,25 @@ assert scenario_start  # importing the modules registers their scenarios
 NET_SECONDS = 200
 
 
+#: Of families whose members take the same path the default run has these; the others run with those that are slow.
+FEW = {
+    "dtype_": ("bool", "int64", "uint16", "bfloat16", "complex64", "float8_e4m3fn"),
+    "numpy_scalar_": ("?", "l", "d", "D"),
+    "numpy_": ("?_bool", "l_int64", "e_float16", "g_float128", "S_bytes", "U_str", "O_object"),
+    "worker_ends_": ("exit_3", "SystemExit_text", "9", "11"),
+}
+#: Slow ones of which the default run has something near enough.
+RARE = ("samples_meta_tensors", "order_big_indices", "raises_zero_division", "raises_unicode_error", "raises_assertion")
+
+
+def rare(name: str) -> bool:
+    """Whether a scenario is left to `make test-faults`."""
+    family = next((family for family in FEW if name.startswith(family)), None)
+    return name in RARE or (family is not None and name.removeprefix(family) not in FEW[family])
+
+
 def names(slow: bool) -> list[str]:
-    return [name for name, one in SCENARIOS.items() if one.slow is slow]
+    return [name for name, one in SCENARIOS.items() if (one.slow or rare(name)) is slow]
 
 
 def compare(scenario: Scenario) -> None:

@@ -180,7 +180,7 @@ def epoch_without_a_zygote(loader: Any, at: int, delay: float = 0.0) -> int | st
     return count
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.faults)])
 def test_the_zygote_is_killed_in_an_epoch(persistent: bool) -> None:
     """torch's workers leave when their parent is gone: stock's error at once, or none where their work was done."""
     for at, ends in ((1, EXITED), (7, EXITED), (20, "20")):
@@ -260,7 +260,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("before", [(), (2, 3)], ids=["alone", "after its zygotes"])
+@pytest.mark.parametrize(
+    "before", [pytest.param((), id="alone", marks=pytest.mark.faults), pytest.param((2, 3), id="after its zygotes")]
+)
 def test_the_user_is_killed(tmp_path: Path, before: tuple[int, ...]) -> None:
     """Workers, zygotes and guardian are gone within a second, also workers whose zygote went first."""
     with running(USER, path=tmp_path / "user.py", env=environment()) as program:

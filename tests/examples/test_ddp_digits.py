@@ -42,7 +42,7 @@ def crew() -> Iterator[torchcrew.Crew]:
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.faults if way == "torchrun" else ()) for way in WAYS]
+    "way", [pytest.param(way, marks=() if way == "launch" else pytest.mark.faults) for way in WAYS]
 )
 def test_it_learns(way: str, tmp_path: Path) -> None:
     """Uneven ends, the same weights in all ranks, one report of one rank, one bar for each epoch, a checkpoint."""

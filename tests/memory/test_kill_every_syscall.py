@@ -77,7 +77,7 @@ def all_points(victim: str) -> list[str]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("victim", ["producer", "consumer"])
+@pytest.mark.parametrize("victim", ["producer", pytest.param("consumer", marks=pytest.mark.faults)])
 def test_killed_at_some_system_calls(victim: str) -> None:
     """A few of all points."""
     points = all_points(victim)

@@ -59,48 +59,63 @@ def program(function: str = "rank", before: str = "", guard: bool = True) -> str
     return HEAD + ("if __name__ == '__main__':\n" + textwrap.indent(body, "    ") if guard else body)
 
 
-@pytest.mark.parametrize(
-    ("function", "before"),
-    [
-        ("rank", ""),
-        ("lambda index, queue, message: rank(index, queue, message)", ""),
-        ("functools.partial(lambda mark, *rest: rank(*rest), 'mark')", "import functools\n"),
-        ("inner", "def inner(index, queue, message):\n    rank(index, queue, message)\n"),
-        ("closure()", "def closure():\n    word = rank\n    return lambda *rest: word(*rest)\n"),
-        ("Local().run", "class Local:\n    def run(self, *rest):\n        rank(*rest)\n"),
-    ],
-    ids=["function", "lambda", "partial", "guarded", "closure", "method"],
-)
-def test_a_script(function: str, before: str, tmp_path: Path) -> None:
+#: A function that a script gives, and what has to stand before it.
+FUNCTIONS = {
+    "function": ("rank", ""),
+    "lambda": ("lambda index, queue, message: rank(index, queue, message)", ""),
+    "partial": ("functools.partial(lambda mark, *rest: rank(*rest), 'mark')", "import functools\n"),
+    "guarded": ("inner", "def inner(index, queue, message):\n    rank(index, queue, message)\n"),
+    "closure": ("closure()", "def closure():\n    word = rank\n    return lambda *rest: word(*rest)\n"),
+    "method": ("Local().run", "class Local:\n    def run(self, *rest):\n        rank(*rest)\n"),
+}
+
+
+def test_a_script(tmp_path: Path) -> None:
     """Whatever function it gives; the script's classes stay what they are for what goes by value, too."""
+    body = "".join(
+        f"print({name!r})\n" + before + TAIL.format(function=function) for name, (function, before) in FUNCTIONS.items()
+    )
     path = tmp_path / "script.py"
-    path.write_text(program(function, before))
+    path.write_text(HEAD + "if __name__ == '__main__':\n" + textwrap.indent(body, "    "))
+    result = run(str(path))
+    check(result)
+    assert result.stdout.splitlines() == [line for name in FUNCTIONS for line in (name, "[(0, 'ok'), (1, 'ok')]")]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_script_with_one(name: str, tmp_path: Path) -> None:
+    """The same for each on its own."""
+    path = tmp_path / "script.py"
+    path.write_text(program(*FUNCTIONS[name]))
     check(run(str(path)))
 
 
-def test_a_module_of_a_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("package.module", marks=pytest.mark.faults), "package"])
+def test_a_module_of_a_package(name: str, tmp_path: Path) -> None:
     """`python -m package.module`, and `python -m package`, whose `__main__` no process imports again."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "module.py").write_text(program())
     (package / "__main__.py").write_text(program())
-    check(run("-m", "package.module", cwd=tmp_path))
-    check(run("-m", "package", cwd=tmp_path))
+    check(run("-m", name, cwd=tmp_path))
 
 
+@pytest.mark.faults
 def test_a_folder(tmp_path: Path) -> None:
     """`python folder`."""
     (tmp_path / "__main__.py").write_text(program())
     check(run(str(tmp_path)))
 
 
-@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("guard", [False, pytest.param(True, marks=pytest.mark.faults)])
 def test_a_command(guard: bool) -> None:
     """`python -c`, which needs no guard: nothing of it is imported."""
     check(run("-c", program(guard=guard)))
 
 
+@pytest.mark.faults
 def test_standard_input() -> None:
     """`python -`."""
     check(run("-", stdin=program(guard=False)))
@@ -142,7 +157,9 @@ print(sorted(queue.get() for _ in range(2)))
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "zygote"])
+@pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(method, marks=pytest.mark.faults) for method in ("forkserver", "zygote"))]
+)
 def test_a_process_of_its_own(method: str) -> None:
     """`Process(target=lambda)`, with a queue that the lambda refers to."""
     check(run("-c", PROCESS.format(method=method)))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-from tests.crew.programs import script
+from tests.crew.programs import SOURCE
+from tests.warm import WarmPython, warm_python
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,9 +36,28 @@ if __name__ == "__main__":
 """
 
 
-def program(tmp_path: Path, body: str, method: str = "fork") -> subprocess.CompletedProcess[str]:
-    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    return script(tmp_path, HEAD.replace("METHOD", repr(method)) + lines)
+class Run(Protocol):
+    """Runs a program of this file to its end."""
+
+    def __call__(self, body: str, method: str = "fork") -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    path = os.pathsep.join((str(SOURCE), str(SOURCE.parent)))
+    with warm_python(env={**os.environ, "PYTHONPATH": path}) as python:
+        yield python
+
+
+@pytest.fixture
+def program(tmp_path: Path, python: WarmPython) -> Run:
+    def run(body: str, method: str = "fork") -> subprocess.CompletedProcess[str]:
+        lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+        path = tmp_path / "script.py"
+        path.write_text(HEAD.replace("METHOD", repr(method)) + lines)
+        return python.run(path)
+
+    return run
 
 
 def noticed(done: subprocess.CompletedProcess[str]) -> str:
@@ -43,11 +66,12 @@ def noticed(done: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"pid \d+", "pid", "\n".join(lines))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "zygote"])
-def test_failed_children_are_named(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", *(pytest.param(name, marks=pytest.mark.faults) for name in ("forkserver", "zygote"))]
+)
+def test_failed_children_are_named(program: Run, method: str) -> None:
     """Joined or not, with exit code or signal; those that ended well are not, and the exit status stays 0."""
     done = program(
-        tmp_path,
         """
 first, second = start(3, name="one"), start(-signal.SIGKILL, name="two")
 first.join(), second.join()
@@ -63,40 +87,47 @@ start(-signal.SIGSEGV, name="four")
     )
 
 
-def test_one_child(tmp_path: Path) -> None:
+def test_one_child(program: Run) -> None:
     """The line says which, by its pid, and one child is not many."""
-    done = program(tmp_path, "p = start('raise', name='p')\np.join()\nprint(p.pid)")
+    done = program("p = start('raise', name='p')\np.join()\nprint(p.pid)")
     pid = done.stdout.strip()
     assert f"torchcrew: a child process failed, and nothing looked at the exit code: p (pid {pid}, exit code 1)\n" in (
         done.stderr
     )
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "p = start(3); p.join(); p.exitcode",
-        "p = start(3)\nwhile p.exitcode is None: time.sleep(0.01)",
-        "p = start(3); p.join(); children.seen(p)",
-        "start(None, target=linger).terminate()",
-        "start(None, target=linger).kill()",
-        "p = start(None, target=linger, daemon=True)",
-        "start(0).join()",
-        "nothing()",
-        "m = mp.get_context('spawn').Manager(); print(m.list([1])); m.shutdown()",
-    ],
+QUIET = (
+    "p = start(3, name='read'); p.join(); p.exitcode",
+    "p = start(3, name='awaited')\nwhile p.exitcode is None: time.sleep(0.01)",
+    "p = start(3, name='seen'); p.join(); children.seen(p)",
+    "start(None, name='terminated', target=linger).terminate()",
+    "start(None, name='killed', target=linger).kill()",
+    "p = start(None, name='daemon', target=linger, daemon=True)",
+    "start(0, name='well').join()",
+    "m = mp.get_context('spawn').Manager(); print(m.list([1])); m.shutdown()",
+    "nothing()",
 )
-def test_no_notice(tmp_path: Path, body: str) -> None:
+
+
+def test_no_notice(program: Run) -> None:
     """Exit code read, an error raised about it, ended by the user or as a daemon, or no failure at all."""
-    done = program(tmp_path, body)
+    done = program("\n".join(QUIET))
+    assert done.returncode == 0
+    assert done.stderr == ""  # or it says which
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("body", QUIET)
+def test_no_notice_of_one(program: Run, body: str) -> None:
+    """The same for each on its own."""
+    done = program(body)
     assert done.returncode == 0
     assert done.stderr == ""
 
 
-def test_a_loaders_worker_is_the_loaders_to_tell(tmp_path: Path) -> None:
+def test_a_loaders_worker_is_the_loaders_to_tell(program: Run) -> None:
     """The error that the loader raises names it already."""
     done = program(
-        tmp_path,
         """
 from torchcrew.data import DataLoader
 class Deadly(list):
@@ -111,10 +142,9 @@ except RuntimeError as error:
     assert noticed(done) == ""
 
 
-def test_what_is_no_look(tmp_path: Path) -> None:
+def test_what_is_no_look(program: Run) -> None:
     """A wait, a question while it still ran, its repr, close; and the death of another."""
     done = program(
-        tmp_path,
         """
 p, q = start(3, name="p"), start(4, name="q")
 p.exitcode
@@ -129,32 +159,31 @@ p.close()
     assert noticed(done).endswith(": p (pid, exit code 3)")
 
 
-def test_a_child_names_its_own_children(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.faults)])
+def test_a_child_names_its_own_children(program: Run, method: str) -> None:
     """A grandchild's failure is the child's to tell: one line, not two, whatever the method."""
-    for method in ("fork", "spawn"):
-        done = program(tmp_path, "p = start(None, target=parent_of_one)\np.join()\nassert p.exitcode == 0", method)
-        assert noticed(done) == (
-            "torchcrew: a child process failed, and nothing looked at the exit code: grandchild (pid, exit code 5)"
-        )
+    done = program("p = start(None, target=parent_of_one)\np.join()\nassert p.exitcode == 0", method)
+    assert noticed(done) == (
+        "torchcrew: a child process failed, and nothing looked at the exit code: grandchild (pid, exit code 5)"
+    )
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"])
-def test_no_notice_at_these_ends(tmp_path: Path, end: str) -> None:
+def test_no_notice_at_these_ends(program: Run, end: str) -> None:
     """`os._exit` runs nothing; after Ctrl-C the children's ends are no news."""
-    assert noticed(program(tmp_path, f"start(3).join()\n{end}")) == ""
+    assert noticed(program(f"start(3).join()\n{end}")) == ""
 
 
-def test_a_forked_process_that_exits_by_itself_names_nothing(tmp_path: Path) -> None:
+def test_a_forked_process_that_exits_by_itself_names_nothing(program: Run) -> None:
     """What it inherited are its parent's children."""
-    done = program(tmp_path, "start(3, name='p').join()\nif os.fork() == 0: sys.exit()\nos.wait()")
+    done = program("start(3, name='p').join()\nif os.fork() == 0: sys.exit()\nos.wait()")
     assert noticed(done).count("torchcrew: ") == 1
 
 
-def test_closed_standard_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["sys.stderr.close()", pytest.param("sys.stderr = None", marks=pytest.mark.faults)])
+def test_closed_standard_error(program: Run, end: str) -> None:
     """Nobody to tell: the program ends as ever."""
-    done = program(tmp_path, "start(3).join()\nsys.stderr.close()")
-    assert done.returncode == 0
-    done = program(tmp_path, "start(3).join()\nsys.stderr = None")
+    done = program(f"start(3).join()\n{end}")
     assert done.returncode == 0
 
 

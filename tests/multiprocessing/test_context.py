@@ -247,7 +247,7 @@ def test_forkserver_preload_is_the_zygotes(tmp_path: Path) -> None:
 # The real exec --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.faults)])
 def test_the_real_exec(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The standard library's own start, with the same semantics; children are told."""
     monkeypatch.setenv(popen.START_VARIABLE, "exec")
@@ -403,10 +403,26 @@ if __name__ == "__main__":
 ROOT = str(Path(__file__).parents[2])
 
 
-@pytest.mark.parametrize(
-    ("method", "start"), [*((method, "zygote") for method in METHODS), ("spawn", "exec"), ("forkserver", "exec")]
+#: One of each kind: forked here, by the zygote, by the standard library; a signal that can be handled.
+TELLING = (
+    ("fork", "zygote", signal.SIGKILL),
+    ("spawn", "zygote", signal.SIGKILL),
+    ("spawn", "exec", signal.SIGKILL),
+    ("fork", "zygote", signal.SIGTERM),
 )
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+
+
+@pytest.mark.parametrize(
+    ("method", "start", "signum"),
+    [
+        pytest.param(*case, marks=() if case in TELLING else pytest.mark.faults)
+        for signum in (signal.SIGKILL, signal.SIGTERM)
+        for case in (
+            *((method, "zygote", signum) for method in METHODS),
+            *((method, "exec", signum) for method in ("spawn", "forkserver")),
+        )
+    ],
+)
 def test_children_die_with_the_users_process(method: str, start: str, signum: int, tmp_path: Path) -> None:
     """By whatever signal it ends, all are gone within a second."""
     code = FAMILY.format(method=method, root=ROOT)
@@ -417,7 +433,9 @@ def test_children_die_with_the_users_process(method: str, start: str, signum: in
         assert survivors(pids, 1.0) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", *(pytest.param(name, marks=pytest.mark.faults) for name in ("forkserver", "zygote"))]
+)
 def test_ctrl_c_reaches_the_children(method: str, tmp_path: Path) -> None:
     """The terminal sends it to a process group, in which they are: nobody waits for a child that was not told."""
     with running(FAMILY.format(method=method, root=ROOT), path=tmp_path / "family.py") as program:
@@ -428,7 +446,9 @@ def test_ctrl_c_reaches_the_children(method: str, tmp_path: Path) -> None:
         assert survivors(pids, 1.0) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["fork", "zygote", *(pytest.param(name, marks=pytest.mark.faults) for name in ("spawn", "forkserver"))]
+)
 def test_a_grandchild_notices_its_parents_death_and_ends(method: str) -> None:
     """It is told as with stock, and has a moment for what it wants to do then; it is gone within a second."""
     ours, theirs = pipe()

@@ -25,7 +25,10 @@ MESSAGES = list(range(20))
 
 pytestmark = [
     pytest.mark.usefixtures("_no_stack_dumps"),
-    pytest.mark.parametrize("method", METHODS),
+    # Spawn and forkserver are served by the zygote as well.
+    pytest.mark.parametrize(
+        "method", [pytest.param(m, marks=() if m in ("fork", "zygote") else pytest.mark.faults) for m in METHODS]
+    ),
     # The thread that it finds is faulthandler's, which prints the stacks of a test that hangs.
     pytest.mark.filterwarnings("ignore:fork of a process with:RuntimeWarning"),
     # Said to who waits at a queue while one of its holders fails and others are left.

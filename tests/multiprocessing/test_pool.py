@@ -192,7 +192,7 @@ def test_every_start_method(method: str) -> None:
     assert base.tolist() == [0, 30, 2, 3]  # who made it is gone
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.faults)])
 @pytest.mark.leaks_allowed(reason="the fork server and the tracker of resources stay, by stock's design")
 def test_stocks_contexts(context: str) -> None:
     """A context of the standard library does, too."""

@@ -425,7 +425,7 @@ def all_points(victim: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("_traceable")
-@pytest.mark.parametrize("victim", ["producer", "consumer"])
+@pytest.mark.parametrize("victim", ["producer", pytest.param("consumer", marks=pytest.mark.faults)])
 def test_killed_at_some_system_calls(victim: str) -> None:
     """A few of all points, those around the packet among them."""
     points = all_points(victim)

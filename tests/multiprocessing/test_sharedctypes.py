@@ -493,7 +493,7 @@ def test_grandchildren_share_it_too(ctx):
     assert value.value == 2
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.faults)])
 def test_stocks_other_contexts(method):
     """Whatever context is the default: the lock goes to processes of all, where stock's refuses."""
     value = Value("i", ctx=multiprocessing.get_context("fork"))
@@ -562,15 +562,16 @@ def test_the_lock_survives_its_holder(ctx, how, exitcode):
     assert value.value == 7
 
 
-def test_hundreds_die_holding_it(fork):
+@pytest.mark.parametrize("times", [30, pytest.param(200, marks=pytest.mark.faults)])
+def test_many_die_holding_it(fork, times):
     """Each in `update`, one after the other."""
     value = Value("i")
-    for _ in range(200):
+    for _ in range(times):
         process = fork.Process(target=die_in_update, args=(value, kill_me))
         process.start()
         finish(process, exitcode=-signal.SIGKILL)
         value.update(lambda old: old + 1)
-    assert value.value == 200
+    assert value.value == times
 
 
 def count_for_ever(value: Any, array: Any, done: Any) -> None:
@@ -580,13 +581,14 @@ def count_for_ever(value: Any, array: Any, done: Any) -> None:
         array.update(slice(None), lambda old: [number + 1 for number in old])
 
 
-def test_the_others_go_on_while_counters_are_killed_anywhere(fork):
+@pytest.mark.parametrize("times", [40, pytest.param(100, marks=pytest.mark.faults)])
+def test_the_others_go_on_while_counters_are_killed_anywhere(fork, times):
     """Random instants, waiting or holding, while another process and this one use the lock."""
     value, array, done = Value("q"), Array("i", 4), RawValue("i")
     survivor = fork.Process(target=count_for_ever, args=(value, array, done))
     survivor.start()
     chance = random.Random(7)
-    for _ in range(100):
+    for _ in range(times):
         victim = fork.Process(target=count_for_ever, args=(value, array, done))
         victim.start()
         time.sleep(chance.random() * 0.006)

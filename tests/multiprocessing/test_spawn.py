@@ -27,6 +27,7 @@ from tests.crew.programs import SOURCE, running, survivors
 from tests.multiprocessing import spawn_cases as cases
 from torchcrew.crew import reports
 from torchcrew.crew.reports import Failure, Kind, Report
+from torchcrew.errors import CollectiveTimeout, PeerDied
 
 spawn_module = sys.modules["torchcrew.multiprocessing.spawn"]
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_zygote_ends")]
@@ -59,16 +60,17 @@ def outcomes(which: str, method: str, directory: Path) -> Any:
 
 
 @pytest.mark.timeout(120)
-def test_every_end_looks_as_with_stock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.faults), "spawn"])
+def test_every_end_looks_as_with_stock(method: str, tmp_path: Path) -> None:
     """Types, texts, exit codes, log and processes are those of stock, by fork and by spawn; no file is left."""
-    for name in ("stock", "fork", "spawn"):
+    for name in ("stock", "ours"):
         (tmp_path / name).mkdir()
     expected = outcomes("stock", "fork", tmp_path / "stock")
-    assert outcomes("ours", "fork", tmp_path / "fork") == expected
-    spawned = outcomes("ours", "spawn", tmp_path / "spawn")
-    assert spawned.pop("at exit")["codes"] == [5, -signal.SIGTERM]  # forked children run no exit handlers
-    assert spawned == expected
-    left = {*os.listdir(tmp_path / "fork"), *os.listdir(tmp_path / "spawn")}
+    seen = outcomes("ours", method, tmp_path / "ours")
+    if method == "spawn":
+        assert seen.pop("at exit")["codes"] == [5, -signal.SIGTERM]  # forked children run no exit handlers
+    assert seen == expected
+    left = os.listdir(tmp_path / "ours")
     assert [name for name in left if not name.startswith("torchinductor_")] == []  # torch's own, where it trains
 
 
@@ -225,7 +227,7 @@ def test_a_failed_start_ends_those_that_run() -> None:
         mp.spawn(cases.nothing, (SecondTime(),), nprocs=2)
 
 
-@pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.parametrize("value", [pytest.param("0", marks=pytest.mark.faults), "1"])
 def test_parallel_starts(value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """For forkserver only, and said in the log; ranks keep their places."""
     caplog.set_level(logging.INFO, "torch.multiprocessing.spawn")
@@ -286,6 +288,9 @@ def test_the_order_of_causes() -> None:
         (RuntimeError("x"), Kind.OWN),
         (EOFError(), Kind.CONSEQUENCE),
         (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), Kind.CONSEQUENCE),
+        (PeerDied("rank 1"), Kind.CONSEQUENCE),
+        (CollectiveTimeout("rank 1"), Kind.CONSEQUENCE),
+        (RuntimeError("this process group cannot be used any more: PeerDied: rank 1"), Kind.CONSEQUENCE),
     ],
 )
 def test_what_counts_as_a_consequence(error: Exception, kind: Kind) -> None:
@@ -356,8 +361,14 @@ def test_an_error_keeps_nothing() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["to", "to name", "cuda", "cuda ()", "set_device", "ddp", "nccl", "load"])
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        pytest.param(how, method, marks=() if method == "spawn" or how == "ddp" else pytest.mark.faults)
+        for how in ("to", "to name", "cuda", "cuda ()", "set_device", "ddp", "nccl", "load")
+        for method in METHODS
+    ],
+)
 def test_the_lack_of_a_gpu_is_explained(how: str, method: str) -> None:
     """The traceback ends in a sentence that names what to use instead."""
     import torch
@@ -397,8 +408,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["sleeping", "native", "ignoring"])
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        pytest.param(how, method, marks=() if (how == "native") == (method == "spawn") else pytest.mark.faults)
+        for how in ("sleeping", "native", "ignoring")
+        for method in METHODS
+    ],
+)
 def test_ranks_die_with_their_caller(how: str, method: str, tmp_path: Path) -> None:
     """SIGKILL of the caller ends every rank within a second or two, wherever it is."""
     with running(PARENT, path=tmp_path / "parent.py", env={"HOW": how, "METHOD": method}) as program:

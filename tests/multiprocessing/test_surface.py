@@ -142,26 +142,39 @@ def test_torchs_submodules(name: str) -> None:
     assert differences(ours, stock, functions) == []
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import torchcrew.multiprocessing.managers as m; import multiprocessing.managers as s; assert m is s",
-        "from torchcrew.multiprocessing import managers as m; import multiprocessing.managers as s; assert m is s",
-        "import torchcrew.multiprocessing as mp; mp.managers.SyncManager",
-        "import torchcrew.multiprocessing.dummy.connection as m, multiprocessing.dummy.connection as s; assert m is s",
-        "from torchcrew.multiprocessing.context import BaseContext, TimeoutError, assert_spawning, reduction",
-        "from torchcrew.multiprocessing.spawn import spawn as f; import torchcrew.multiprocessing as mp; "
-        "assert mp.spawn is f",
-        "import torchcrew.multiprocessing.spawn as f; assert callable(f)",
-        "from torchcrew.multiprocessing import queues; assert queues.__name__ == 'torchcrew.multiprocessing.queues'",
-        "from torchcrew.multiprocessing import *; Process, Queue, spawn",
-        "import torchcrew; torchcrew.multiprocessing.Process",
-        "import torchcrew.multiprocessing.reductions as m, torch.multiprocessing.reductions as s; assert m is s",
-    ],
+STATEMENTS = (
+    "import torchcrew.multiprocessing.managers as m; import multiprocessing.managers as s; assert m is s",
+    "from torchcrew.multiprocessing import managers as m; import multiprocessing.managers as s; assert m is s",
+    "import torchcrew.multiprocessing as mp; mp.managers.SyncManager",
+    "import torchcrew.multiprocessing.dummy.connection as m, multiprocessing.dummy.connection as s; assert m is s",
+    "from torchcrew.multiprocessing.context import BaseContext, TimeoutError, assert_spawning, reduction",
+    "from torchcrew.multiprocessing.spawn import spawn as f; import torchcrew.multiprocessing as mp; "
+    "assert mp.spawn is f",
+    "import torchcrew.multiprocessing.spawn as f; assert callable(f)",
+    "from torchcrew.multiprocessing import queues; assert queues.__name__ == 'torchcrew.multiprocessing.queues'",
+    "from torchcrew.multiprocessing import *; Process, Queue, spawn",
+    "import torchcrew; torchcrew.multiprocessing.Process",
+    "import torchcrew.multiprocessing.reductions as m, torch.multiprocessing.reductions as s; assert m is s",
 )
-def test_ways_to_import(statement: str) -> None:
-    """Each in an interpreter of its own."""
-    subprocess.run([sys.executable, "-W", "error", "-c", statement], check=True, timeout=30)
+
+
+def test_ways_to_import() -> None:
+    """Each in a process of its own that has imported torch and nothing of ours."""
+    program = (
+        "import os, sys, traceback, torch\n"
+        "assert not any(name.startswith('torchcrew') for name in sys.modules)\n"
+        "for statement in sys.argv[1:]:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        try:\n"
+        "            exec(statement, {})\n"
+        "        except BaseException:\n"
+        "            traceback.print_exc()\n"
+        "            os._exit(1)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0, statement\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program, *STATEMENTS], check=True, timeout=30)
 
 
 def test_what_is_not_there_is_not_there() -> None:
