@@ -175,6 +175,23 @@ def test_set_group_timeout(c10d: Any, tmp_path: Path) -> None:
         torch_private.set_group_timeout(7)  # type: ignore[arg-type]
 
 
+def test_set_group_timeout_of_a_group_in_python(c10d: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own function would only warn that it knows nothing of it."""
+    dist: Any = torch.distributed
+
+    class Mine(dist.ProcessGroup):
+        given = None
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            self.given = timeout
+
+    group = Mine(0, 1)
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: dist.FileStore(str(tmp_path / "store"), 1))
+    torch_private.set_group_timeout(timedelta(seconds=7))
+    assert group.given == timedelta(seconds=7)
+
+
 def test_hook_collective() -> None:
     """The functions are decorated; what the decorator calls can be exchanged, and put back, under every name of it."""
     import torch.distributed as dist

@@ -203,6 +203,10 @@ def set_group_timeout(timeout: timedelta) -> None:
     module: Any = importlib.import_module("torch.distributed.distributed_c10d")
     module._check_valid_timeout(timeout)
     module._get_default_store().set_timeout(timeout)
+    group = module._get_default_group()
+    if type(group) is not module.ProcessGroup:  # one that is written in Python, of which torch's function knows nothing
+        group.set_timeout(timeout)
+        return
     with warnings.catch_warnings():  # backends that are neither NCCL nor gloo have none
         warnings.simplefilter("ignore", UserWarning)
         module._set_pg_timeout(timeout)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchcrew.collectives import sparse
 from torchcrew.collectives.places import NOWHERE, place_of
 from torchcrew.collectives.reduction import Operation, operation
 from torchcrew.collectives.segment import HEAD
@@ -25,7 +26,7 @@ from torchcrew.collectives.turns import Turns
 from torchcrew.errors import CollectiveMismatch
 from torchcrew.torch_private import without_autograd
 
-__all__ = ("Call", "Collectives", "as_bytes", "flat")
+__all__ = ("Call", "Collectives", "as_bytes", "check_dense", "flat", "in_a_row")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -42,6 +43,7 @@ class Call(enum.IntEnum):
     REDUCE_SCATTER = 7
     ALL_TO_ALL = 8
     BARRIER = 9
+    ALL_REDUCE_SPARSE = 10
 
 
 #: What has to be the same on all ranks: call, reduction, dtype, root (or -1), elements (or bytes), number of the call.
@@ -60,9 +62,10 @@ def _lies_in_a_row(tensor: torch.Tensor) -> bool:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in a row: a view if they lie so, else a copy. Autograd does not see what is written to it."""
-    if _lies_in_a_row(tensor):
-        return tensor.data.view(-1)
-    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
+    data = tensor.data if _lies_in_a_row(tensor) else tensor.data.resolve_conj().resolve_neg().contiguous()
+    row = data.view(-1)
+    # A single element lies in a row whatever its stride is; a view as bytes wants the stride 1.
+    return row if row.stride(0) == 1 else row.as_strided((row.numel(),), (1,))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +74,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _in_a_row(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def in_a_row(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Tensors to be written whose elements lie in a row; what is written to stand-ins is copied at the end."""
     rows = [tensor if _lies_in_a_row(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     yield rows
@@ -80,7 +83,8 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             tensor.data.copy_(row)
 
 
-def _check(tensors: Sequence[torch.Tensor]) -> None:
+def check_dense(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse what is not dense, and in the memory of the CPU."""
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             kind = (
@@ -92,6 +96,11 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+def _check_root(root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise ValueError(f"the root has to be a rank of the group, of 0 to {size - 1}, but is {root}")
+
+
 def _collective(method: _Function) -> _Function:
     """Autograd does not see what a collective does; what goes wrong in the middle of it breaks the group."""
 
@@ -100,12 +109,14 @@ def _collective(method: _Function) -> _Function:
         self.usable()
         with without_autograd():
             self.deadline = time.monotonic() + timeout
+            turns = self.turns.number
             try:
                 return method(self, *args)
-            except (CollectiveMismatch, ValueError):
-                raise
+            except CollectiveMismatch:
+                raise  # on all ranks
             except BaseException as error:
-                self.turns.give_up(f"{type(error).__name__}: {error}")
+                if not isinstance(error, ValueError) or self.turns.number != turns:
+                    self.turns.give_up(f"{type(error).__name__}: {error}")
                 raise
 
     return run  # type: ignore[return-value]
@@ -173,7 +184,10 @@ class Collectives:
     @_collective
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce each tensor, in place."""
-        _check(tensors)
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            sparse.all_reduce(tensors, op, self.ranks, functools.partial(self._gather, Call.ALL_REDUCE_SPARSE, root=-1))
+            return
+        check_dense(tensors)
         for tensor in tensors:
             row = flat(tensor)
             self._all_reduce(row, operation(op, tensor.dtype))
@@ -199,7 +213,8 @@ class Collectives:
     @_collective
     def reduce(self, tensor: torch.Tensor, root: int, reduce_op: Any) -> None:
         """Reduce a tensor into that of ``root``; the others' stay what they are."""
-        _check([tensor])
+        check_dense([tensor])
+        _check_root(root, self.size)
         op, row = operation(reduce_op, tensor.dtype), flat(tensor)
         nbytes = row.numel() * row.element_size()
         self._put(Call.REDUCE, op.code, row.dtype, root, row.numel(), b"")
@@ -218,7 +233,7 @@ class Collectives:
     def reduce_scatter(self, outs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], op: Any) -> None:
         """Reduce what all ranks have for a rank into its tensor; ``inputs``, for each of ``outs``: by rank, or all."""
         for out, given in zip(outs, inputs, strict=True):
-            _check([out, *given])
+            check_dense([out, *given])
             sizes = [tensor.numel() for tensor in given]
             if len(given) == 1 and self.size > 1:
                 sizes = [out.numel()] * self.size
@@ -233,7 +248,7 @@ class Collectives:
                     f"reduce_scatter needs tensors of one dtype, but got {given[0].dtype} into {out.dtype}"
                 )
             row = flat(given[0]) if len(given) == 1 else torch.cat([flat(tensor) for tensor in given])
-            with _in_a_row([out]) as (result,):
+            with in_a_row([out]) as (result,):
                 self._reduce_scatter(flat(result), row, sizes, operation(op, out.dtype))
 
     def _reduce_scatter(self, out: torch.Tensor, row: torch.Tensor, sizes: Sequence[int], op: Operation) -> None:
@@ -262,18 +277,19 @@ class Collectives:
     @_collective
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the tensor of ``root`` into the others'."""
-        _check([tensor])
+        check_dense([tensor])
+        _check_root(root, self.size)
         nbytes = tensor.numel() * tensor.element_size()
         if self.me == root:
             self._copy(Call.BROADCAST, as_bytes(tensor), lambda: (), root, nbytes)
             return
-        with _in_a_row([tensor]) as (row,):
+        with in_a_row([tensor]) as (row,):
             self._copy(Call.BROADCAST, None, lambda: [(root, 0, as_bytes(row))], root, nbytes)
 
     @_collective
     def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy each rank's tensor into one of ``outs``; the ranks' sizes may differ."""
-        _check([*outs, tensor])
+        check_dense([*outs, tensor])
         if len(outs) != self.size:
             raise ValueError(f"all_gather of {self.size} ranks needs as many outputs, but got {len(outs)}")
         self._gather(Call.ALL_GATHER, outs, tensor, -1)
@@ -281,7 +297,8 @@ class Collectives:
     @_collective
     def gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
         """Copy each rank's tensor into one of the root's ``outs``."""
-        _check([*outs, tensor])
+        check_dense([*outs, tensor])
+        _check_root(root, self.size)
         if self.me == root and len(outs) != self.size:
             raise ValueError(f"gather of {self.size} ranks needs as many outputs at its root, but got {len(outs)}")
         if self.me != root and outs:
@@ -289,7 +306,7 @@ class Collectives:
         self._gather(Call.GATHER, outs, tensor, root)
 
     def _gather(self, call: Call, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
-        with _in_a_row(outs) as rows:
+        with in_a_row(outs) as rows:
 
             def wanted() -> list[tuple[int, int, torch.Tensor]]:
                 for rank, (row, nbytes) in enumerate(zip(rows, self._shown(), strict=False)):
@@ -305,14 +322,14 @@ class Collectives:
     @_collective
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy all ranks' tensors, which are of one size, behind each other into ``out``."""
-        _check([out, tensor])
+        check_dense([out, tensor])
         nbytes = tensor.numel() * tensor.element_size()
         if out.numel() != tensor.numel() * self.size or out.dtype != tensor.dtype:
             raise ValueError(
                 f"the output of all_gather has to be {self.size} times the input, of the same dtype, but is "
                 f"{tuple(out.shape)} of {out.dtype} for {tuple(tensor.shape)} of {tensor.dtype}"
             )
-        with _in_a_row([out]) as (row,):
+        with in_a_row([out]) as (row,):
             target = as_bytes(row)
             reads = [(rank, 0, target[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
             self._copy(Call.ALL_GATHER, as_bytes(tensor), lambda: reads, count=nbytes)
@@ -320,7 +337,8 @@ class Collectives:
     @_collective
     def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
         """Copy one of the root's ``inputs`` into each rank's tensor."""
-        _check([out, *inputs])
+        check_dense([out, *inputs])
+        _check_root(root, self.size)
         if len(inputs) != (self.size if self.me == root else 0):
             raise ValueError(
                 f"scatter needs an input for each of {self.size} ranks at its root, and none elsewhere, "
@@ -330,13 +348,13 @@ class Collectives:
         if any(tensor.numel() != out.numel() or tensor.dtype != out.dtype for tensor in inputs):
             raise ValueError("the inputs of scatter have to be as large as the output, and of its dtype")
         shown = torch.cat([as_bytes(tensor) for tensor in inputs]) if inputs else None
-        with _in_a_row([out]) as (row,):
+        with in_a_row([out]) as (row,):
             self._copy(Call.SCATTER, shown, lambda: [(root, self.me * nbytes, as_bytes(row))], root, nbytes)
 
     @_collective
     def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy the input that each rank has for this one into one of ``outs``; sizes may differ."""
-        _check([*outs, *inputs])
+        check_dense([*outs, *inputs])
         if len(outs) != self.size or len(inputs) != self.size:
             raise ValueError(
                 f"all_to_all of {self.size} ranks needs as many inputs and outputs, "
@@ -349,7 +367,7 @@ class Collectives:
         begins = struct.Struct(f"<{self.size + 1}Q")
         if SAME + _SHOWN.size + begins.size > HEAD:
             raise ValueError(f"all_to_all is made for {(HEAD - SAME - _SHOWN.size) // 8 - 1} ranks at most")
-        with _in_a_row(outs) as targets:
+        with in_a_row(outs) as targets:
 
             def wanted() -> list[tuple[int, int, torch.Tensor]]:
                 reads = []

@@ -10,7 +10,9 @@ Death      an error of an asynchronous call is raised by its `wait`; those behin
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -19,7 +21,10 @@ import torch
 
 from torchcrew.collectives.work import GroupWork
 
-__all__ = ("Lane",)
+__all__ = ("Lane", "end_all")
+
+#: Seconds that each thread has when the interpreter ends.
+_AT_EXIT = 1.0
 
 
 class Lane:
@@ -32,6 +37,7 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._name = name
         self._running = threading.Lock()
+        self._counting = threading.Lock()
         self._pending = 0
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -62,14 +68,17 @@ class Lane:
                     result = job(*args, **options)
             except BaseException as raised:
                 error = raised
-            self._pending -= 1
+            with self._counting:
+                self._pending -= 1
             done(result, error)
 
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        self._pending += 1
-        self._jobs.put(run)
+            _lanes.add(self)
+        with self._counting:
+            self._pending += 1
+            self._jobs.put(run)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)
@@ -89,3 +98,17 @@ class Lane:
             return False
         self._running.release()
         return True
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def end_all() -> None:
+    """Have what is pending end before the interpreter does.
+
+    It stops other threads where they ask for its lock: inside a function of torch that is in C++, and aborts the
+    process. Where a thread waits for its peers it is not.
+    """
+    for lane in list(_lanes):
+        lane.close(_AT_EXIT)

@@ -18,17 +18,16 @@ def make(options: Any) -> CrewProcessGroup:
         options: torch's `_DistributedBackendOptions`.
 
     Raises:
-        RuntimeError: the ranks are not all on one host, or do not meet in time.
+        RuntimeError: the ranks do not meet in time.
     """
     if not stacks.descriptors():
         stacks.offer("a rank of a process group")  # peers that wait for it in vain say where it is
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
     found = seats(options.store, rank, size)
-    hosts = {host for host, _ in found}
-    if len(hosts) > 1:
-        raise RuntimeError(
-            f"the {size} ranks of this group are on {len(hosts)} hosts, which do not share memory: use the backend gloo"
-        )
+    if len({host for host, _ in found}) > 1:
+        from torchcrew.collectives.across import make_across  # few groups need it
+
+        return make_across(options.store, rank, found, ranks, timeout)
     meeting = meet(options.store, rank, [pid for _, pid in found], ranks, timeout.total_seconds())
     return CrewProcessGroup(meeting, rank, ranks, timeout)

@@ -18,11 +18,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed
+
 from torchcrew.collectives.peers import Peer, Peers
 from torchcrew.collectives.segment import Segment
 from torchcrew.collectives.turns import Turns
 
 __all__ = ("Meeting", "host_key", "meet", "seats")
+
+#: Seconds for which a rank looks often whether another one has come, and between two looks.
+_QUICKLY, _PAUSE = 0.25, 0.0005
 
 
 def host_key() -> str:
@@ -39,8 +44,25 @@ def seats(store: Any, rank: int, size: int) -> list[tuple[str, int]]:
         RuntimeError: the store's error, where a rank does not come.
     """
     store.set(f"seat {rank}", json.dumps([host_key(), os.getpid()]))
-    found = [json.loads(store.get(f"seat {other}")) for other in range(size)]
+    found = [json.loads(_get(store, f"seat {other}")) for other in range(size)]
     return [(host, pid) for host, pid in found]
+
+
+def _get(store: Any, key: str) -> bytes:
+    """What somebody has written there, or will.
+
+    A `FileStore` looks every 10 ms, which is longer than all the rest takes.
+    """
+    dist: Any = torch.distributed
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.FileStore):
+        until = time.monotonic() + _QUICKLY
+        while time.monotonic() < until and not store.check([key]):
+            time.sleep(_PAUSE)
+    found: bytes = store.get(key)
+    return found
 
 
 class Meeting:
@@ -82,7 +104,7 @@ def meet(store: Any, place: int, pids: Sequence[int], ranks: Sequence[int], time
             undo.callback(os.close, fd)
             store.set("segment", json.dumps([fd, os.fstat(fd).st_ino]))
         else:
-            fd, inode = json.loads(store.get("segment"))
+            fd, inode = json.loads(_get(store, "segment"))
             opened = _open(pids[0], fd, inode)
             try:
                 segment = Segment(opened, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from dataclasses import dataclass
 
 from torchcrew.crew import stacks
@@ -46,6 +47,7 @@ class Peers:
         self.me = everybody[place]
         self.others = [peer for peer in everybody if peer.place != place]
         self._poll = select.poll()
+        self._polling = threading.Lock()  # an object of poll refuses a second thread
         self._by_fd: dict[int, Peer] = {}
         try:
             for peer in self.others:
@@ -58,7 +60,8 @@ class Peers:
 
     def dead(self) -> list[Peer]:
         """Those whose process has ended."""
-        return [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
+        with self._polling:
+            return [self._by_fd[fd] for fd, _ in self._poll.poll(0) if fd in self._by_fd]
 
     def stacks(self, missing: list[Peer]) -> str:
         """Where these are now, in Python, for an error; never raises."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from torch.futures import Future
 
 from torchcrew.collectives.collectives import Collectives
 from torchcrew.collectives.lane import Lane
+from torchcrew.collectives.mail import Mail
 from torchcrew.collectives.meeting import Meeting
 from torchcrew.collectives.places import Places
 from torchcrew.collectives.streams import Streams
@@ -57,13 +59,15 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._meeting = meeting
         self._places = Places(meeting.peers)
         self._streams = Streams(meeting.segment, meeting.turns, self._places)
-        self._collectives = Collectives(self._streams, meeting.turns, ranks)
+        self._collectives = Collectives(self._streams, meeting.turns, [peer.rank for peer in meeting.peers.everybody])
         self._pid = os.getpid()
         self._is_shut = False
         self._lane = Lane(f"torchcrew-group-{ranks[rank]}")
         done: Future[Any] = Future()
         done.set_result([])
         self._done = completed_work(done)
+        self._mailing = threading.Lock()
+        self._mail: Mail | None = None
 
     # What torch asks of a group ---------------------------------------------------------------------------------------
 
@@ -105,6 +109,8 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return  # a forked child has no part in it
         self._is_shut = True
         is_idle = self._lane.close(_CLOSING)
+        if self._mail is not None:
+            is_idle = self._mail.close(_CLOSING) and is_idle
         self._meeting.turns.leave()
         if is_idle:  # else a thread is in the middle of it, and needs what would be closed here
             self._meeting.close()
@@ -125,8 +131,8 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _run(self, options: Any, result: Any, job: Callable[..., Any], *args: Any) -> Any:
         """Run a collective here, or, if it is asynchronous, in the group's thread; returns a `Work`."""
         timeout = self._seconds(options)
+        self._collectives.usable()
         if (options is None or getattr(options, "asyncOp", True)) and not is_in_backward():
-            self._collectives.usable()
             return self._lane.submit(result, job, *args, timeout=timeout)
         self._lane.run(job, *args, timeout=timeout)
         if options is None or getattr(options, "asyncOp", True):
@@ -227,6 +233,28 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Wait for all; every barrier of this group names those who do not come."""
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         self._lane.run(self._collectives.barrier, timeout=seconds)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _mail_of_use(self) -> Mail:
+        """The messages of this rank; made by the first of them."""
+        self._collectives.usable()
+        with self._mailing:
+            if self._mail is None:
+                self._mail = Mail(self._meeting.turns, f"torchcrew-mail-{self._meeting.peers.me.rank}")
+            return self._mail
+
+    def send(self, tensors: Any, dst: int, tag: int) -> Any:
+        """Send a tensor; messages and collectives do not wait for each other."""
+        return self._mail_of_use().send(tensors, dst, tag, self._timeout)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Any:
+        """Receive the next message with this tag."""
+        return self._mail_of_use().receive(tensors, src, tag, self._timeout)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+        """Receive the next one from whoever sends; the `Work` says who it was."""
+        return self._mail_of_use().receive_any(tensors, tag, self._timeout)
 
     def _each(self, options: Any, jobs: Sequence[Callable[..., Any]], outputs: Any, inputs: Any) -> Any:
         def run(timeout: float) -> None:

@@ -60,6 +60,18 @@ class Operation:
             self.function = _of_bool(self.kind, function)
         self.view_as = _SIGNED.get(dtype)
         self.through = torch.float32 if dtype in _NARROW else None
+        self._try(dtype)
+
+    def _try(self, dtype: torch.dtype) -> None:
+        """Reduce nothing much, here, so that what torch cannot do is found before the ranks meet."""
+        try:
+            out, *parts = (torch.zeros(16, dtype=torch.uint8).view(dtype) for _ in range(3))
+            self(out, parts)
+            self.after(out, len(parts))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self.kind.name} of {dtype} is not a reduction that the process group crew can do: {error}"
+            ) from error
 
     def __call__(self, out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Reduce ``parts``, flat and of one size and dtype, into ``out``, which may be the first of them."""

@@ -1,6 +1,6 @@
-"""The memory that the ranks of a group have in common: two pages of each, semaphores, and a line of status.
+"""The memory that the ranks of a group have in common: two pages of each, semaphores, a line of status, and the mail.
 
-    memfd   │ status of rank 0..N-1 │ semaphores: 2 of each rank │ pages of rank 0 │ pages of rank 1 │ ...
+    memfd   │ status of rank 0..N-1 │ semaphores: 2 of each rank │ pages of rank 0 │ pages of rank 1 │ ... │ mail
     page    │ head: what is called, and with what │ room for data: CAPACITY bytes │     even turns, odd turns
 
 Owner      the mapping: each rank, one. The first rank makes the memfd; the others open it once, through /proc. Nobody
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchcrew.collectives import semaphore
+from torchcrew.collectives import mailbox, semaphore
 from torchcrew.memory import libc
 from torchcrew.memory.arena import make_memfd
 
@@ -62,11 +62,15 @@ class Segment:
         self._address = ctypes.addressof(self._view)
         self._first = -(-size * (_STATUS + 2 * semaphore.BYTES) // libc.PAGE) * libc.PAGE
 
-    @staticmethod
-    def nbytes(size: int) -> int:
+    @classmethod
+    def nbytes(cls, size: int) -> int:
         """Bytes of the memfd."""
+        return cls._mail(size) + mailbox.nbytes(size)
+
+    @staticmethod
+    def _mail(size: int) -> int:
         first = -(-size * (_STATUS + 2 * semaphore.BYTES) // libc.PAGE) * libc.PAGE
-        return int(first + 2 * size * (HEAD + capacity(size)))
+        return -(-(first + 2 * size * (HEAD + capacity(size))) // libc.PAGE) * libc.PAGE
 
     @classmethod
     def create(cls, size: int) -> tuple[int, Segment]:
@@ -79,6 +83,7 @@ class Segment:
             raise
         for number in range(2 * size):
             semaphore.initialize(made._semaphore(number))
+        mailbox.initialize(made.mail()[1], size)
         return fd, made
 
     def close(self) -> None:
@@ -106,6 +111,11 @@ class Segment:
         return torch.frombuffer(
             self._view, dtype=torch.uint8, offset=self._page(rank, parity) + HEAD, count=self.capacity
         )
+
+    def mail(self) -> tuple[memoryview, int]:
+        """The memory of messages, and its address; it stays mapped as long as the former lives."""
+        begin = self._mail(self.size)
+        return self._bytes[begin:], self._address + begin
 
     # A rank writes only its own status. The text is written before the state, and read behind it: who waits looks
     # some thousand times a second, and takes a reason that it finds late one look later.

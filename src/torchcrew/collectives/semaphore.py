@@ -23,9 +23,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SemLock: Any = import_module("_multiprocessing").SemLock  # what `multiprocessing.Semaphore` is made of
 
 
-def initialize(address: int) -> None:
-    """Make a semaphore of the value 0 at ``address``, which processes share. Nothing has to be destroyed."""
-    if _libc.sem_init(ctypes.c_void_p(address), 1, 0) != 0:
+def initialize(address: int, value: int = 0) -> None:
+    """Make a semaphore of a value at ``address``, which processes share. Nothing has to be destroyed."""
+    if _libc.sem_init(ctypes.c_void_p(address), 1, value) != 0:
         raise OSError(ctypes.get_errno(), "sem_init")
 
 

@@ -194,10 +194,7 @@ class Streams:
         """Reduce tensors that all ranks see, into all of them."""
         start, stop = cut(flat.numel(), self.size)[self.me]
         width = flat.element_size()
-        tensors = [
-            flat if rank == self.me else self.places.tensor(rank, place, flat.numel() * width).view(flat.dtype)
-            for rank, place in enumerate(places)
-        ]
+        tensors = [flat if rank == self.me else self._tensor(rank, place, flat) for rank, place in enumerate(places)]
         block = _BLOCK // width
         scratch = torch.empty(min(block, max(stop - start, 0)), dtype=flat.dtype)
         for begin in range(start, stop, block):
@@ -209,6 +206,14 @@ class Streams:
             for part in parts:
                 part.copy_(result)
         self.turns.turn(deadline)
+
+    def _tensor(self, rank: int, place: bytes, like: torch.Tensor) -> torch.Tensor:
+        """The shared tensor of another rank."""
+        try:
+            return self.places.tensor(rank, place, like.numel() * like.element_size()).view(like.dtype)
+        except OSError:
+            self.turns.see(rank)
+            raise
 
     # Copying ----------------------------------------------------------------------------------------------------------
 

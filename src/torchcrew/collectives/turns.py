@@ -54,7 +54,8 @@ class Turns:
         me = peers.me.place
         self._own = [segment.semaphore(me, parity).acquire for parity in (0, 1)]
         self._posts = [[segment.semaphore(peer.place, parity).release for peer in peers.others] for parity in (0, 1)]
-        self._spin = SPIN if segment.size <= math.floor(usable_cores()) else SPIN_CROWDED
+        self.spin = SPIN if segment.size <= math.floor(usable_cores()) else SPIN_CROWDED
+        """Seconds for which it pays to look before a sleep."""
 
     @property
     def parity(self) -> int:
@@ -85,7 +86,7 @@ class Turns:
 
     def _wait(self, missing: int, acquire, deadline: float) -> None:  # type: ignore[no-untyped-def]
         clock = time.perf_counter
-        until = clock() + self._spin
+        until = clock() + self.spin
         while clock() < until:
             for _ in range(_LOOKS):
                 if acquire(False):
@@ -102,8 +103,22 @@ class Turns:
                 missing -= 1
             if missing and gone:
                 self.fail(PeerDied(gone))
+            if missing and self.broken:  # another thread has aborted the group, or destroyed it
+                raise RuntimeError(f"this process group cannot be used any more: {self.broken}")
             if missing and time.monotonic() > deadline:
                 self._give_up()
+
+    def see(self, place: int, seconds: float = 0.5) -> None:
+        """Look whether a rank has ended that lacks something: its memory is gone moments before the process is.
+
+        Raises:
+            PeerDied: it has.
+        """
+        peer, until = self.peers.everybody[place], time.monotonic() + seconds
+        while time.monotonic() < until:
+            if peer in self.peers.dead():
+                self.fail(PeerDied(f"{peer} has ended in the middle of a collective, or before it"))
+            time.sleep(SLICE)
 
     def late(self) -> list[Peer]:
         """Those who have not come to the turn that this rank has come to."""
@@ -112,17 +127,21 @@ class Turns:
     def _gone(self) -> str:
         """Why it is no use to wait for one of those who are late; "" if it may be."""
         dead = self.peers.dead()
-        states = {peer: self.segment.state(peer.place) for peer in self.peers.others}
+        said = {peer: self.said(peer) for peer in self.peers.others}
         # Last, who is late: a rank may come to this turn, its last one, and end, while this one looks.
         for peer in self.late():
-            state, reason = states[peer]
-            if state == State.FAILED:
-                return f"{peer} failed in a collective of this group: {reason}"
-            if state == State.LEFT:
-                return f"{peer} has destroyed its process group"
+            if said[peer]:
+                return said[peer]
             if peer in dead:
                 return f"{peer} has ended in the middle of a collective, or before it"
         return ""
+
+    def said(self, peer: Peer) -> str:
+        """Why another rank takes no part any more, as it says itself; "" if it says nothing."""
+        state, reason = self.segment.state(peer.place)
+        if state == State.FAILED:
+            return f"{peer} failed in a collective of this group: {reason}"
+        return f"{peer} has destroyed its process group" if state == State.LEFT else ""
 
     def _give_up(self) -> NoReturn:
         late = self.late()

@@ -40,8 +40,9 @@ class GroupWork(_Work):  # type: ignore[misc]
         with self._lock:
             self._error, self._source = error, source
             self._ended.set()
-        if self._future is not None:
-            self._future[0].set_result(None)
+            future = self._future  # one that is asked for from now on, is ended by who asks
+        if future is not None:
+            future[0].set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensors are written.
