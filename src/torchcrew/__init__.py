@@ -1,9 +1,11 @@
 """Efficient multiprocessing for PyTorch: data loading, training and inference in many processes of one machine.
 
 Importing this package starts nothing, patches nothing, sets no environment variable and does not import torch: the
-public submodules are imported when they are first used.
+public submodules are imported when they are first used. Where `torch.distributed` is there already, it learns the name
+of the backend `crew`, by the function that it has for this; else the entry point of this package tells it.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -62,6 +64,11 @@ _ATTRIBUTES = {
     "share": "torchcrew.channel.shared",
     "world_size": "torchcrew.launcher.identity",
 }
+
+if "torch.distributed.distributed_c10d" in sys.modules:
+    from torchcrew.collectives.registration import register as _register
+
+    _register()
 
 
 def __getattr__(name: str) -> "Any":

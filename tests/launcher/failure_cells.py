@@ -103,7 +103,7 @@ def check(outcome: Outcome, how: str, folder: str | Path) -> None:
     assert f"rank {cases.VICTIM}" in cause.text, outcome
     assert str(cause.pid) in cause.text, outcome
     assert cases.LAST_WORDS in cause.text, outcome
-    for secondary in ("Connection closed", "Connection reset", "rank 0"):
+    for secondary in ("Connection closed", "Connection reset", "PeerDied", "rank 0"):
         assert secondary not in outcome.text + cause.text, outcome
     if how == "raises":
         assert (outcome.kind, outcome.text) == ("Broken", f"{cases.TEXT} (code 42)"), outcome

@@ -16,6 +16,7 @@ from torch.distributed import all_reduce  # a program that has the name before a
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from torchcrew.collectives import register
 from torchcrew.launcher import recorder
 from torchcrew.launcher.ledger import Ledger, Phase
 
@@ -23,12 +24,14 @@ TIMEOUT = timedelta(seconds=15)
 
 
 def be_rank(rank: int, size: int, ledger: Ledger, case: str, *args: Any) -> None:
-    """Run one of the functions below, recorded, with a group ready."""
+    """Run one of the functions below, recorded, with a group ready: of gloo, or as in "crew:threads"."""
+    backend, _, case = case.rpartition(":")
     torch.set_num_threads(1)
     ledger.enter(rank, Phase.RUNNING)
     recorder.install(ledger, rank, 0)
     warnings.filterwarnings("error", module="torchcrew")
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    register()
+    dist.init_process_group(backend or "gloo", rank=rank, world_size=size, timeout=TIMEOUT)
     globals()[case](rank, size, ledger, *args)
     dist.destroy_process_group()
     ledger.enter(rank, Phase.RETURNED)

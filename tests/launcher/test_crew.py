@@ -51,7 +51,7 @@ def program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 # What stays -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["zygote", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["zygote", "spawn", "fork", pytest.param("forkserver", marks=pytest.mark.faults)])
 def test_the_same_ranks(method: Any) -> None:
     """The same processes for each run, by every start method; all of them have ended when it is closed."""
     with torchcrew.Crew(2, start_method=method) as crew:
@@ -460,6 +460,7 @@ def test_a_fork_leaves_the_ranks_alone() -> None:
         assert crew.run(cases.pid) == pids
 
 
+@pytest.mark.faults  # the next one shows it by a child of multiprocessing
 def test_a_fork_may_have_its_own() -> None:
     """While the other process has one."""
     with torchcrew.Crew(2) as crew:
@@ -521,6 +522,7 @@ def test_a_program_that_ends_with_an_open_crew(how: str) -> None:
         assert result.stderr == ""
 
 
+@pytest.mark.faults
 def test_a_program_that_is_interrupted_between_two_runs() -> None:
     """Ctrl-C while ranks wait: one traceback, no rank left."""
     result = program("api_open_crew.py", "interrupt")

@@ -6,6 +6,7 @@ One of each cell; `test_failure_faults.py` has many, at random instants.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,32 @@ from tests.launcher import failure_cases as cases
 from tests.launcher import failure_cells as cells
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("_no_stack_dumps")]
-every_failure = pytest.mark.parametrize("how", cases.FAILURES)
 
 
-@every_failure
-@pytest.mark.parametrize("peer", cases.FAST_PEERS)
+def table(peers: Iterable[str]) -> pytest.MarkDecorator:
+    """Every failure beside every peer; by default each peer with the first failure, and the first with each."""
+    names = list(peers)
+    hows = list(cases.FAILURES)
+    return pytest.mark.parametrize(
+        ("how", "peer"),
+        [
+            pytest.param(how, peer, marks=() if peer == names[0] or how == hows[0] else pytest.mark.faults)
+            for peer in names
+            for how in hows
+        ],
+    )
+
+
+@table(cases.FAST_PEERS)
 def test_a_rank_fails(how: str, peer: str, tmp_path: Path) -> None:
     """Peers blocked in whatever way end with it, with all their children."""
     cells.rank_fails(tmp_path, peer, how)
+
+
+@table(["collective", "recv"])
+def test_a_rank_of_gloo_fails(how: str, peer: str, tmp_path: Path) -> None:
+    """The same in sockets, of which those that are left tell the peers."""
+    cells.rank_fails(tmp_path, peer, how, backend="gloo")
 
 
 @pytest.mark.parametrize("how", ["raises", pytest.param("SIGKILL", marks=pytest.mark.faults)])
@@ -31,7 +50,7 @@ def test_a_rank_fails_while_a_peer_has_a_zygote_of_its_own(how: str, tmp_path: P
     cells.rank_fails(tmp_path, "zygote loader", how)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.faults)])
 def test_the_launcher_dies(signum: int, tmp_path: Path) -> None:
     """A job with peers of each kind at the time: nothing below the launcher lives on."""
     dead = cells.launcher_dies(tmp_path / "jobs", cases.FAST_PEERS, signum)
@@ -50,8 +69,7 @@ def test_the_zygote_dies(tmp_path: Path) -> None:
     assert set(measured) == set(cases.FAST_PEERS)
 
 
-@every_failure
-@pytest.mark.parametrize("peer", ["collective", "GIL", "loader"])
+@table(["collective", "GIL", "loader"])
 def test_a_forked_rank_fails(how: str, peer: str, tmp_path: Path) -> None:
     """The same for ranks that are forks of this process."""
     cells.rank_fails(tmp_path, peer, how, start_method="fork")
@@ -64,7 +82,7 @@ _slow = pytest.mark.faults
     ("method", "how", "peer"),
     [
         ("spawn", "raises", "collective"),
-        ("forkserver", "SIGKILL", "subprocess"),
+        pytest.param("forkserver", "SIGKILL", "subprocess", marks=_slow),
         *(
             pytest.param(method, how, peer, marks=_slow)
             for method in ("spawn", "forkserver")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import torchcrew.multiprocessing as mp
 from tests.launcher import group_cases as cases
+from torchcrew.collectives import register
 from torchcrew.crew import zygote
 from torchcrew.crew.rendezvous import Rendezvous
 from torchcrew.launcher import group
@@ -259,6 +260,27 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_backends_are_the_same(there: str, asked: str, same: bool) -> None:
     """By what each device gets."""
     assert group._serves(there, asked) is same
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ("CREW", True),
+        ("cpu:crew", True),
+        ("cpu:gloo,cuda:nccl", True),
+        ("cuda:nccl,cpu:gloo,xpu:xccl", True),
+        ("cpu:gloo,cuda:gloo", False),
+        ("gloo", False),
+        ("cpu:gloo", False),
+        ("nccl", False),
+        ("cuda:nccl", False),
+    ],
+)
+def test_what_our_backend_serves(asked: str, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU: what it is called, and torch's choice for each device, but nobody who says gloo."""
+    register()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert group._serves("crew", asked) is same
 
 
 @pytest.mark.parametrize(("cuda", "expected"), [(True, ["cuda:1", "nccl"]), (False, ["nccl"])])

@@ -266,11 +266,11 @@ def torchrun(*cases: str) -> subprocess.Popen[str]:
 def check_several(found: list[dict[str, Any]], address: str) -> None:
     """The results of launch after launch are the same in all ranks, and right."""
     for rank, one in enumerate(sorted(found, key=lambda one: str(one["error"]))):
-        assert one["first"] == [[0, 2, 6, "gloo"], [1, 2, 6, "gloo"]]
+        assert one["first"] == [[0, 2, 6, "crew"], [1, 2, 6, "crew"]]
         assert one["own group"] == [[0, 2, 9, "gloo"], [1, 2, 9, "gloo"]]
         assert one["without"] == [False, False]
         assert one["backends"] == ["cpu:gloo", "gloo"]
-        assert one["again"] == [[[0, 2, 3, "gloo"], [1, 2, 3, "gloo"]]] * 3
+        assert one["again"] == [[[0, 2, 3, "crew"], [1, 2, 3, "crew"]]] * 3
         assert one["tensor"] == [[0, 1], [1, 2]]
         assert one["environment"] == [str(rank), str(rank), "2", "2", "0", "1", address]
         assert set(one["listening"]) == {"127.0.0.1"}
@@ -300,7 +300,9 @@ def test_torchrun() -> None:
 
 @needs_distributed
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", [slurm, pytest.param(open_mpi, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(launcher, marks=pytest.mark.faults) for launcher in (slurm, open_mpi)]
+)
 def test_simulated_launchers(launcher: Any) -> None:
     """With no more than their variables; nothing but the loopback interface is listened at."""
     check_several(results(started(launcher(2), "several")), "127.0.0.1")

@@ -327,13 +327,15 @@ def test_shared_lists_and_models(crew: torchcrew.Crew) -> None:
 # The process group ----------------------------------------------------------------------------------------------------
 
 
-def test_collectives() -> None:
+@pytest.mark.parametrize("name", ["crew", "gloo"])
+def test_collectives(name: str) -> None:
     """All at once, of three ranks."""
-    for rank, (total, objects, gathered, backend) in enumerate(torchcrew.launch(cases.collectives, nprocs=3)):
+    found = torchcrew.launch(cases.collectives, nprocs=3, backend="auto" if name == "crew" else name)
+    for rank, (total, objects, gathered, backend) in enumerate(found):
         assert total == 6.0
         assert objects == [{"from": 1}]
         assert gathered == ([0, 1] if rank < 2 else [None, None])
-        assert backend == "gloo"
+        assert backend == name
 
 
 def test_the_sampler(crew: torchcrew.Crew) -> None:
@@ -342,8 +344,14 @@ def test_the_sampler(crew: torchcrew.Crew) -> None:
     assert sorted(first + second) == list(range(10))
 
 
-@pytest.mark.parametrize("init", ["by name", "nothing", "env", "numbers", "tcp", "twice"])
-@pytest.mark.parametrize("destroy", [False, True])
+@pytest.mark.parametrize(
+    ("init", "destroy"),
+    [
+        pytest.param(init, destroy, marks=() if destroy or init == "nothing" else pytest.mark.faults)
+        for init in ("by name", "nothing", "env", "numbers", "tcp", "twice")
+        for destroy in (False, True)
+    ],
+)
 def test_code_written_for_torchrun(init: str, destroy: bool) -> None:
     """It makes the group that is there already."""
     assert torchcrew.launch(cases.torchrun_style, init, destroy, nprocs=2) == [(0, 2, 2.0), (1, 2, 2.0)]
@@ -355,6 +363,7 @@ def test_a_second_group_that_differs() -> None:
         torchcrew.launch(cases.init_otherwise, nprocs=2)
 
 
+@pytest.mark.faults  # `tests/cli/test_launch.py` compares the same by default
 def test_training_is_stocks_bit_for_bit() -> None:
     """`DistributedDataParallel` in `launch` and in stock's `mp.spawn`."""
     run = subprocess.run(
@@ -372,14 +381,15 @@ def test_training_is_stocks_bit_for_bit() -> None:
 
 
 def test_nothing_listens_but_gloo() -> None:
-    """Of all processes of the job; and gloo only where nobody else gets at it."""
+    """Of all processes of the job; and gloo, where it is asked for, only where nobody else gets at it."""
     if not cases.listening([os.getpid()]):
         with multiprocessing.connection.Listener(("127.0.0.1", 0)):
             assert cases.listening([os.getpid()]), "a listening socket is not seen here"
-    for found in torchcrew.launch(cases.all_listening, os.getpid(), nprocs=2):
+    for found in torchcrew.launch(cases.all_listening, os.getpid(), nprocs=2, backend="gloo"):
         assert found  # gloo's own
         assert set(found) <= {("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")}
     before = cases.listening(cases.tree(os.getpid()))
+    assert torchcrew.launch(cases.all_listening, os.getpid(), nprocs=2) == [before] * 2
 
     def without_group(launcher: int) -> Any:
         return cases.listening(cases.tree(launcher))
@@ -403,7 +413,9 @@ def test_a_store_at_the_jobs_address() -> None:
         assert torchcrew.launch(cases.own_store, nprocs=2) == ["from 1", "from 0"]
 
 
-@pytest.mark.parametrize("method", ["zygote", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["zygote", "fork", *(pytest.param(name, marks=pytest.mark.faults) for name in ("spawn", "forkserver"))]
+)
 def test_start_methods(method: Any) -> None:
     """Each has a group."""
     assert torchcrew.launch(cases.all_reduce_sum, 2.0, nprocs=2, start_method=method) == [4.0, 4.0]
@@ -462,22 +474,15 @@ def check(result: subprocess.CompletedProcess[str], more: str = "") -> None:
     assert result.stdout.splitlines()[-2:] == [f"0 ok{more}", f"1 ok{more}"], (result.stdout, result.stderr)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("function", "before"),
     [
-        pytest.param("work", "", marks=pytest.mark.faults),
-        pytest.param("lambda message: work(message)", "", marks=pytest.mark.faults),
+        ("work", ""),
+        ("lambda message: work(message)", ""),
         ("inner", "def inner(message):\n    return work(message)\n"),
-        pytest.param(
-            "closure()",
-            "def closure():\n    word = work\n    return lambda message: word(message)\n",
-            marks=pytest.mark.faults,
-        ),
-        pytest.param(
-            "Local().run",
-            "class Local:\n    def run(self, message):\n        return work(message)\n",
-            marks=pytest.mark.faults,
-        ),
+        ("closure()", "def closure():\n    word = work\n    return lambda message: word(message)\n"),
+        ("Local().run", "class Local:\n    def run(self, message):\n        return work(message)\n"),
     ],
     ids=["function", "lambda", "guarded", "closure", "method"],
 )
@@ -526,7 +531,7 @@ def test_a_module_and_a_folder(tmp_path: Path) -> None:
     check(run(str(package)))
 
 
-@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("guard", [False, pytest.param(True, marks=pytest.mark.faults)])
 def test_a_command(guard: bool) -> None:
     """`python -c`, which needs no guard."""
     check(run("-c", program(guard=guard)))

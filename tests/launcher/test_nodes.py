@@ -125,6 +125,7 @@ def test_a_failure_on_one_host_ends_both(hosts):
     """The failed rank's host says what it was, the other one where; ranks that wait in a collective are no matter."""
     ends = [host.end() for host in hosts(STATIC, PROGRAMS / "meets.py", 3, "raises")]
     assert [status for status, _, _ in ends] == [1, 1]
+    assert [len(re.findall(r"sum 6 of 4", stdout)) for _, stdout, _ in ends] == [2, 2]  # they had met
     (_, _, here), (_, _, there) = ends
     assert re.search(r"^torchcrew launch: rank 3 \(pid \d+", there, re.MULTILINE)
     assert re.search(r"^torchcrew launch: node 1 \(\S+\) failed: rank 3 \(pid \d+", here, re.MULTILINE)
@@ -147,7 +148,8 @@ def test_ranks_that_do_not_talk_are_ended_too(hosts):
 
 
 @started
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_command_takes_its_host_with_it(hosts, killed):
     """Four ranks meet. SIGKILL to one command: nothing of its host is left, and the other one ends with an error."""
     both = hosts(STATIC, PROGRAMS / "meets.py", "none", "sleeps")

@@ -53,10 +53,10 @@ def finish(ledger: Ledger, size: int) -> int:
     return latest
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_random_sequence_of_all_collectives(size: int) -> None:
+@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "gloo"), (2, "crew"), (3, "crew")])
+def test_a_random_sequence_of_all_collectives(size: int, backend: str) -> None:
     """The same calls in the same order, by ranks that are early and late: nothing is raised."""
-    ledger = run(size, "random_sequence", size, 150)
+    ledger = run(size, f"{backend}:random_sequence", size, 150)
     assert min(ledger.entry(rank).calls for rank in range(size)) > 60
     assert finish(ledger, size) > 20
 
@@ -69,9 +69,10 @@ def test_long_random_sequences() -> None:
         finish(run(4, "random_sequence", f"long {seed} {os.getpid()}", 1500), 4)
 
 
-def test_threads() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "crew"])
+def test_threads(backend: str) -> None:
     """Four threads of each rank call collectives in four groups at once."""
-    ledger = run(2, "threads", 40)
+    ledger = run(2, f"{backend}:threads", 40)
     assert ledger.entry(0).calls == 3 + 3 * 80 + 40 + 1
     assert finish(ledger, 2) == 44
 
@@ -125,11 +126,14 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", cases.DIFFERENCES)
-def test_a_difference_names_both_sides(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*((kind, "gloo") for kind in cases.DIFFERENCES), *((kind, "crew") for kind in ("operation", "shape", "async"))],
+)
+def test_a_difference_names_both_sides(kind: str, backend: str) -> None:
     """By the rank that comes second, before torch has exchanged anything."""
     with pytest.raises(mp.ProcessRaisedException) as caught:
-        run(2, "differ", kind)
+        run(2, f"{backend}:differ", kind)
     mine, number, theirs = EXPECTED[kind]
     (line,) = [line for line in str(caught.value).splitlines() if "CollectiveMismatch" in line and ": rank" in line]
     text = line.partition("CollectiveMismatch: ")[2]

@@ -85,7 +85,7 @@ def launch_command(
         str, typer.Option(metavar="N", help="Threads of each rank. auto: the usable cores, divided by the ranks.")
     ] = "auto",
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the process group. auto: nccl for GPUs, else gloo.")
+        str, typer.Option(metavar="NAME", help="Of the process group. auto: nccl for GPUs, else crew.")
     ] = "auto",
     timeout: Annotated[
         float | None,

@@ -40,14 +40,16 @@ class Kind(enum.IntEnum):
     LOADING = 1
     """The function or its arguments could not be unpickled."""
     CONSEQUENCE = 2
-    """The function raised an exception that says a peer is gone; whoever that was failed before."""
+    """The function raised an exception that says a peer is gone, or does not come; whoever that was failed before."""
 
 
 _HEAD = struct.Struct("<qqqq")  # moment, kind, lengths of the text and of the pickle
 
 #: Types and texts of exceptions by which a rank learns that another one is gone.
 _GONE_TYPES = (ConnectionError, EOFError)
-_GONE_NAMES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError", "PeerDied", "BrokenBarrierError"})
+_GONE_NAMES = frozenset(
+    {"DistBackendError", "DistNetworkError", "DistStoreError", "PeerDied", "CollectiveTimeout", "BrokenBarrierError"}
+)
 _GONE_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -56,6 +58,9 @@ _GONE_TEXTS = (
     "Socket closed",
     "gloo/transport",
     "remote process exited",
+    # Of a future, or of a group that has met it before.
+    "PeerDied: ",
+    "CollectiveTimeout: ",
 )
 
 

@@ -36,7 +36,7 @@ class Crew:
     Args:
         nprocs: how many, or "auto": one for each GPU; without GPUs one for each core that this process may use.
         backend: of the process group that is ready in each rank; "auto": "nccl" where each has a GPU of its own, else
-            "gloo". None: none is made.
+            "crew" (shared memory). None: none is made.
         threads_per_rank: threads in which each computes, or "auto": the usable cores shared out.
         timeout: seconds without any progress of any rank (a collective or a step of `DistributedDataParallel` begins or
             ends, a line is printed, a rank returns) after which `run` raises `RanksStuck`. None: never.
@@ -171,7 +171,11 @@ class Crew:
             from torchcrew.crew import zygote
             from torchcrew.crew.foresight import expected_imports  # imports torch
 
-            zygote.preload("torchcrew.launcher.member", *expected_imports([fn, *args, *kwargs.values()]))
+            zygote.preload(
+                "torchcrew.launcher.member",
+                "torchcrew.collectives.making",
+                *expected_imports([fn, *args, *kwargs.values()]),
+            )
             if not process.current_process().daemon:  # those may have no children, which `start` will say
                 zygote.warm()  # it imports torch while this process does
         from torchcrew.launcher.team import Team

@@ -18,6 +18,8 @@ __all__ = ("is_users", "lines_of", "place", "qualified", "site", "users_frame", 
 _STDLIB = re.compile(r"^.*/lib/python3\.\d+t?/(?!site-packages/|dist-packages/)|^<frozen ")
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+#: What waits for other ranks, where gloo waits in native code.
+_COLLECTIVES = os.path.join(_OURS, "collectives", "")
 _TEAM = os.path.join(os.path.dirname(__file__), "team.py")
 #: What a process is started in by `python -c`.
 _STARTERS = ("/torchcrew/crew/zygote_main.py", "/multiprocessing/spawn.py", "/multiprocessing/forkserver.py")
@@ -148,7 +150,7 @@ def lines_of(threads: Sequence[Thread]) -> list[str]:
 
 
 def _lines(frames: Sequence[Frame]) -> list[str]:
-    frames = _without_command(frames)
+    frames = [frame for frame in _without_command(frames) if not frame.file.startswith(_COLLECTIVES)]
     if not frames:
         return ["    (no Python frame)"]
     end = max((number for number, frame in enumerate(frames, 1) if is_users(frame)), default=0)

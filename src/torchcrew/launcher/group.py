@@ -9,8 +9,8 @@
                             destroy_process_group()    stock's; the next init_process_group makes one
     renew(plan)             before the next function, if some rank has lost its group
 
-Owner      each rank has its own. Nothing but gloo's sockets listens, and those on the loopback interface, where all
-           ranks are of one machine; else rank 0 serves torch's store at the job's address.
+Owner      each rank has its own. Nothing listens where all ranks are of one machine, but gloo's sockets, where gloo was
+           asked for, and those on the loopback interface; else rank 0 serves torch's store at the job's address.
 Death      a rank that ends before it came: the others get an error at once (one machine), or torch's timeout. Later
            deaths are noticed by the backend, and by the launcher, which ends the others.
 """
@@ -31,6 +31,7 @@ import torch
 import torch.distributed
 
 from torchcrew import torch_private
+from torchcrew.collectives import registration
 from torchcrew.crew import rendezvous
 from torchcrew.crew.rank import Rank
 from torchcrew.launcher.device import device
@@ -57,6 +58,8 @@ AGENT = "TORCHCREW_AGENT"
 #: Which process the other variables are about: what `multiprocessing` starts or a rank forks has them, and is no rank.
 MEMBER = "TORCHCREW_MEMBER"
 
+#: What torch makes for the two common types of device, where nobody says otherwise.
+_DEFAULTS = {"cpu": "gloo", "cuda": "nccl"}
 #: What `init_process_group` takes for "nothing given", where that is not its default.
 _NOTHING = {"rank": (-1,), "world_size": (-1,), "group_name": ("",), "backend": ("", "undefined")}
 
@@ -124,6 +127,7 @@ def make_ready(plan: Plan) -> None:
     global _gate
     if not torch.distributed.is_available():
         return
+    registration.register()
     if _gate is None:
         _gate = _Gate(plan)
     _gate.plan = plan
@@ -225,7 +229,7 @@ class _Gate:
                 raise ValueError(self.explanation(differences))
             self.drop()
         before = sys.excepthook
-        made = stock(*args, **options)
+        made = stock(**self.without_port(call))
         self.took(before, call)
         return made
 
@@ -312,6 +316,14 @@ class _Gate:
             demands["address"] = str(call["init_method"])
         return demands
 
+    def without_port(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call, but where it names the job's own address: who answers ``env://`` needs no port, and is there."""
+        demands = self.demands(call)
+        if "address" in demands or urlparse(call.get("init_method") or "").scheme != "tcp":
+            return call
+        numbers = {name: demands[name] for name in ("rank", "world_size") if name in demands}
+        return {name: value for name, value in call.items() if name != "init_method"} | numbers
+
     def explanation(self, differences: list[tuple[str, Any, Any]]) -> str:
         """Stock's words for a second group, and then ours."""
         there = ", ".join(f"{name} {theirs}" for name, theirs, _ in differences)
@@ -340,7 +352,11 @@ def _devices(backend: str) -> dict[str, str]:
 
 
 def _serves(there: str, asked: str) -> bool:
-    """Whether a group of one backend does what another one would, on the devices that this machine has."""
+    """Whether a group of one backend does what another one would, on the devices that this machine has.
+
+    Who says "gloo" gets gloo. Who says torch's own choice for each type of device says no more than who says nothing:
+    there our backend serves the CPU.
+    """
     if asked.lower() == there.lower():
         return True
     try:
@@ -349,5 +365,7 @@ def _serves(there: str, asked: str) -> bool:
         return False  # not a backend: stock says so
     accelerator = torch.accelerator.current_accelerator()
     usable = {"cpu", *have} | ({accelerator.type} if accelerator is not None else set())
+    if want.items() >= _DEFAULTS.items():
+        want |= {name: backend for name, backend in have.items() if backend == registration.NAME}
     relevant = {name: backend for name, backend in want.items() if name in usable}
     return bool(relevant) and relevant.items() <= have.items()

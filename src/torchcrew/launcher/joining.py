@@ -95,8 +95,8 @@ def run_joined(
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        backend: of a group that is made. "auto": "nccl" where each rank has a GPU of its own, else "gloo". None: none
-            is made for the function, but one of gloo to exchange the results.
+        backend: of a group that is made. "auto": "nccl" where each rank has a GPU of its own, else "crew", or "gloo"
+            where there are several machines. None: none is made for the function, but one of gloo to exchange results.
 
     Returns:
         The results of all ranks by rank, in every rank.
@@ -110,7 +110,7 @@ def run_joined(
 
     if not dist.is_available():
         raise RuntimeError("torch was built without torch.distributed, which a rank of another launcher's job needs")
-    backend = Options(backend=backend).backend_for(outer.local_world_size)
+    backend = Options(backend=backend).backend_for(outer.local_world_size, outer.nodes)
     _set_environment(_plan(outer, backend))
     if _ends_groups:  # what is there may be ours, of a former call that wanted another one
         group.release(unless_of=backend)

@@ -37,7 +37,7 @@ def launch(
     In each of them a process group is ready: `torch.distributed` works at once, and so does code that calls
     `init_process_group` itself, as under `torchrun`. `torchcrew.rank()`, `local_rank()`, `world_size()` and `device()`
     say who and where a rank is; ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set.
-    Nothing listens but gloo's own sockets, on the loopback interface.
+    Nothing listens; where gloo is asked for, its own sockets, on the loopback interface.
 
     When a rank raises, or ends by whatever cause, all ranks are ended, at once whatever they do, and the first failure
     is raised here; see `Crew.run`. If this process dies, so do they, and what they have started.
@@ -49,8 +49,8 @@ def launch(
         fn: any function that this process can call: also a lambda, a closure, or one of a notebook's cell.
         args: what it gets; see `Crew.run`.
         nprocs: how many, or "auto": one for each GPU; without GPUs one for each core that this process may use.
-        backend: of the process group; "auto": "nccl" where each rank has a GPU of its own, else "gloo". None: none is
-            made.
+        backend: of the process group; "auto": "nccl" where each rank has a GPU of its own, else "crew", which
+            exchanges tensors through shared memory. None: none is made.
         threads_per_rank: threads in which each rank computes, or "auto": the usable cores shared out.
         timeout: seconds without any progress of any rank after which `RanksStuck` says where each of them is; see
             `Crew`.

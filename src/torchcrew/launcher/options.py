@@ -50,8 +50,8 @@ class Options:
     nprocs: int | Literal["auto"] = "auto"
     """Ranks on this machine. "auto": one for each GPU, without any GPU one for each core this process may use."""
     backend: str | None = "auto"
-    """Of the process group: any that `torch.distributed` has. "auto": "nccl" where each rank has a GPU of its own, else
-    "gloo". None: no group is made."""
+    """Of the process group: "crew", or any other that `torch.distributed` has. "auto": "nccl" where each rank has a GPU
+    of its own, else "crew"; of several machines "gloo". None: no group is made."""
     threads_per_rank: int | Literal["auto"] = "auto"
     """Threads in which a rank computes. "auto": the cores this process may use, divided by the ranks; at least 1."""
     timeout: float | None = None
@@ -87,11 +87,14 @@ class Options:
             return self.nprocs
         return _gpus() or max(1, math.floor(usable_cores()))
 
-    def backend_for(self, ranks: int) -> str | None:
-        """The backend of a group, given how many ranks this machine has."""
+    def backend_for(self, ranks: int, nodes: int = 1) -> str | None:
+        """The backend of a group, given how many ranks this machine has, and how many machines take part."""
         if self.backend != "auto":
             return self.backend
-        return "nccl" if _gpus() >= ranks and _has_nccl() else "gloo"
+        if _gpus() >= ranks and _has_nccl():
+            return "nccl"
+        # What machines have in common we cannot know from here: whether all have torchcrew's backend, or one /proc.
+        return "crew" if nodes == 1 else "gloo"
 
     def environment(self, ranks: int) -> dict[str, str]:
         """The variables of every rank: threads, where neither the user nor ``env`` has said how many, and ``env``."""

@@ -6,6 +6,7 @@ import socket
 
 import torch.distributed
 
+from torchcrew.collectives import registration
 from torchcrew.crew.rendezvous import Rendezvous
 from torchcrew.launcher.group import Plan
 from torchcrew.launcher.options import Host, Options
@@ -27,7 +28,9 @@ class Starting:
         self.count = count
         self.first = 0 if host is None else host.first
         self._world_size = count if host is None else host.world_size
-        self._backend = options.backend_for(count)
+        self._backend = options.backend_for(count, 1 if host is None else host.nodes)
+        if options.backend == "auto" and not torch.distributed.is_available():
+            self._backend = None
         _check_backend(self._backend)
         self._env = _elastic_variables(options, host, restart)
         #: Keeps MASTER_PORT for the ranks; to be closed when they are gone.
@@ -66,8 +69,16 @@ class Starting:
 
 def _check_backend(backend: str | None) -> None:
     """Refuse a name that no rank could make a group of, before any is started."""
+    if backend is None:
+        return
+    if not torch.distributed.is_available():
+        raise RuntimeError(
+            f"torch was built without torch.distributed, which the backend {backend!r} belongs to: backend=None makes "
+            "no process group"
+        )
+    registration.register()
     known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
-    names = [part.rpartition(":")[2].lower() for part in (backend or "").split(",") if part]
+    names = [part.rpartition(":")[2].lower() for part in backend.split(",") if part]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"backend {unknown[0]!r} is none of this torch's: {', '.join(known)}, or None for no group")
 
