@@ -17,6 +17,7 @@ GROUPS = {
     "data": ("small_batches", "large_batches", "many_tensors", "first_batch", "tiny_epochs", "memory", "growth"),
     "multiprocessing": ("queues", "native_queues", "pool", "processes", "shared_dataset"),
     "launching": ("launching", "rank_threads"),
+    "collectives": ("collectives",),
 }
 NAMES = tuple(name for names in GROUPS.values() for name in names)
 

@@ -1,4 +1,4 @@
-"""The pictures of the docs, from the JSON of the last results: a picture of speed for each group, and ``growth.png``.
+"""The pictures of the docs, from the JSON of the last results: of speed for most groups, and two of curves.
 
     python -m benchmarks.plots [--results FOLDER] [--out FOLDER]
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import GROUPS, NAMES
-from benchmarks.harness import OURS, RESULTS, ROOT, STOCK, console
+from benchmarks.harness import COPY, OURS, RESULTS, ROOT, STOCK, console
 from benchmarks.tables import figure, times
 
 __all__ = ("ASSETS", "draw_all", "load")
@@ -21,13 +21,20 @@ __all__ = ("ASSETS", "draw_all", "load")
 ASSETS = ROOT / "docs" / "assets"
 INK, FAINT, SOFT = "#22262e", "#dfe3ea", "#5f6877"
 COLOURS = {STOCK: "#8a94a6", OURS: "#e4572c"}
-#: By the group of the benchmarks: the file, the title, and what is compared with.
+#: By the group of the benchmarks that has such a picture: the file, the title, and what is compared with.
 PICTURES = {
     "data": ("speedup.png", "torchcrew.data beside torch's DataLoader", "torch.utils.data"),
     "launching": ("speedup-launching.png", "torchcrew.launch beside mp.spawn", "torch.multiprocessing.spawn"),
     "multiprocessing": ("speedup-processes.png", "torchcrew beside torch.multiprocessing", "torch.multiprocessing"),
 }
 LABELS = {STOCK: "torch.utils.data", OURS: "torchcrew.data"}
+#: Of the curve of all-reduces: label, colour, style of the line.
+CURVES: dict[str, tuple[str, str, Any]] = {
+    STOCK: ("gloo", COLOURS[STOCK], "-"),
+    OURS: ("crew, ordinary tensors", COLOURS[OURS], "-"),
+    f"{OURS}, shared": ("crew, shared tensors", "#3b6fb6", "-"),
+    COPY: ("a copy of the same bytes", SOFT, (0, (3, 3))),
+}
 STYLE = {
     "font.size": 10,
     "text.color": INK,
@@ -66,12 +73,14 @@ def draw_all(results: Path = RESULTS, out: Path = ASSETS) -> None:
     with pyplot.rc_context(STYLE):  # type: ignore[arg-type]
         for group, names in GROUPS.items():
             results_of = [found[name] for name in names if name in found and name != "growth"]
-            if results_of:
+            if results_of and group in PICTURES:
                 rows = [row for result in results_of for row in result["rows"]]
                 picture = _speedup(group, rows, results_of[0]["machine"], pyplot)
                 _save(picture, out / PICTURES[group][0], pyplot)
         if "growth" in found:
             _save(_growth(found["growth"], pyplot), out / "growth.png", pyplot)
+        if "collectives" in found:
+            _save(_sizes(found["collectives"], pyplot), out / "allreduce-sizes.png", pyplot)
     if not found:
         console.print(f"no pictures: no results in {results}")
 
@@ -217,6 +226,49 @@ def _frame(panel: Any, workers: list[int], title: str, logarithmic: bool) -> Non
     panel.grid(axis="y", color=FAINT, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(length=0)
+
+
+# All-reduces by size --------------------------------------------------------------------------------------------------
+
+
+def _sizes(result: dict[str, Any], pyplot: Any) -> Any:
+    """Time of a call over the size of the tensor, and how many times faster than gloo that is."""
+    row = next(row for row in result["rows"] if "series" in row)
+    sizes, series = row["sizes"], row["series"]
+    drawn, (times_panel, ratio_panel) = pyplot.subplots(
+        1, 2, figsize=(11, 4.4), layout="constrained", width_ratios=(3, 2)
+    )
+    for name, (label, colour, style) in CURVES.items():
+        points = series[name]
+        medians = [point["median"] * 1e3 for point in points]
+        marker = "" if name == COPY else "o"
+        times_panel.plot(sizes, medians, color=colour, linestyle=style, marker=marker, markersize=4, label=label)
+        low, high = ([point[end] * 1e3 for point in points] for end in ("min", "max"))
+        times_panel.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
+        if name not in (STOCK, COPY):
+            ratios = [stock["median"] / ours["median"] for stock, ours in zip(series[STOCK], points, strict=True)]
+            ratio_panel.plot(sizes, ratios, color=colour, marker="o", markersize=4)
+    ratio_panel.axhline(1, color=COLOURS[STOCK], linewidth=2)
+    _frame(times_panel, sizes, "Time a call, ms", True)
+    _frame(ratio_panel, sizes, "Times faster than gloo", False)
+    for panel, shown in ((times_panel, sizes), (ratio_panel, sizes[::3])):
+        panel.set_xticks(shown, [_bytes(size) for size in shown])
+        panel.set_xlabel("float32 tensor")
+    machine = result["machine"]
+    drawn.legend(*times_panel.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    drawn.suptitle(
+        f"all_reduce of 2 ranks, {machine['cores']} cores, torch {machine['torch'].split('+')[0]}",
+        x=0.012,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+    )
+    return drawn
+
+
+def _bytes(size: int) -> str:
+    units = ((1 << 20, "MB"), (1 << 10, "KB"))
+    return next(f"{size // scale} {unit}" for scale, unit in units if size >= scale)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ ENGINES = {
     "data": ("torch.utils.data", "torchcrew.data"),
     "multiprocessing": ("torch.multiprocessing", "torchcrew"),
     "launching": ("mp.spawn", "torchcrew.launch"),
+    "collectives": ("gloo", "crew"),
 }
 FOOTERS = {
     "data": (
@@ -44,9 +45,18 @@ FOOTERS = {
         "every engine trained to the same loss. Cold: with the start of the interpreter and all imports; warm: the "
         "second job of a program. torchrunx gives no error within 150 s."
     ),
+    "collectives": (
+        "2 ranks of one thread; both backends in the same two processes, the sums and weights hashed and equal. Floor: "
+        "a copy of the same bytes by both ranks at once, or the same step without a peer."
+    ),
 }
 #: How a floor is called in the table.
-FLOORS = {COPY: "a memory copy", IN_PROCESS: "in-process", "stock, fork": "stock's fork"}
+FLOORS = {
+    COPY: "a memory copy",
+    IN_PROCESS: "in-process",
+    "stock, fork": "stock's fork",
+    "no exchange": "without a peer",
+}
 
 
 def main() -> int:
