@@ -324,3 +324,29 @@ def test_the_kind_of_a_reduction() -> None:
     options.reduceOp = torch.distributed.ReduceOp.MAX
     assert torch_private.reduce_op_kind(options.reduceOp) == kinds.MAX
     assert torch_private.reduce_op_kind(torch.distributed.ReduceOp.SUM) == kinds.SUM
+
+
+def test_without_modes_nobody_sees_what_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's dispatch modes, which would see our copies."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when the first mode is entered
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        with torch_private.without_modes():
+            torch.ones(2).add_(1)
+        assert not seen
+        torch.ones(2).add_(1)
+    assert seen
+
+
+def test_what_overlaps_itself() -> None:
+    """What `expand` gives, and nothing that only has gaps."""
+    assert torch_private.overlaps_itself(torch.zeros(1).expand(3))
+    assert not torch_private.overlaps_itself(torch.zeros(6)[::2])

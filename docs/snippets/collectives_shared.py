@@ -10,11 +10,13 @@ import torchcrew
 
 
 def milliseconds(tensor):
-    dist.all_reduce(tensor)  # the first time, each rank maps the other's memory
-    dist.barrier()
-    began = time.perf_counter()
-    dist.all_reduce(tensor)
-    return (time.perf_counter() - began) * 1e3
+    times = []
+    for _ in range(10):  # the first time, each rank maps the other's memory
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append((time.perf_counter() - began) * 1e3)
+    return min(times)
 
 
 def work():

@@ -6,6 +6,7 @@ its name and not somewhere in a training run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -35,6 +36,7 @@ __all__ = (
     "is_in_backward",
     "keep_process_groups",
     "leave_uncompiled",
+    "overlaps_itself",
     "profiler_enabled",
     "python_is_exiting",
     "reduce_op_kind",
@@ -47,6 +49,7 @@ __all__ = (
     "swap_storages",
     "watch_default_group",
     "without_autograd",
+    "without_modes",
 )
 
 
@@ -223,6 +226,18 @@ def without_autograd() -> Any:
     In it any tensor can be written through its `data`, and autograd takes no notice: as gloo writes it.
     """
     return torch._C._InferenceMode(True)
+
+
+def without_modes() -> Any:
+    """A context in which no mode of the user's (`TorchDispatchMode`) sees what is called; free where there is none."""
+    if not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    return torch._C._DisableTorchDispatch()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor surely lie in one place of the memory."""
+    return bool(torch._debug_has_internal_overlap(tensor) == 1)
 
 
 def is_in_backward() -> bool:

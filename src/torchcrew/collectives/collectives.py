@@ -1,7 +1,9 @@
 """What each collective means: which bytes of which rank go where. On tensors of any shape, in the caller's thread.
 
 Ranks compare what they call in the first turn: the collective, its reduction, dtype, size, root and number in the
-group. If two differ, every rank raises the same `CollectiveMismatch`, nothing is written, and the group goes on.
+group. If two differ, every rank raises the same `CollectiveMismatch`, nothing is written, and the group goes on. Sizes
+that may differ (all_gather, gather, all_to_all) only the receiver can check: if they are wrong, it raises and the group
+is broken.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import functools
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,13 +23,14 @@ import torch
 from torchcrew.collectives import sparse
 from torchcrew.collectives.places import NOWHERE, place_of
 from torchcrew.collectives.reduction import Operation, operation
+from torchcrew.collectives.rows import as_bytes, check_dense, check_writable, flat, in_a_row, lies_in_a_row
 from torchcrew.collectives.segment import HEAD
 from torchcrew.collectives.streams import SAME, SMALL, Streams, cut
 from torchcrew.collectives.turns import Turns
 from torchcrew.errors import CollectiveMismatch
-from torchcrew.torch_private import without_autograd
+from torchcrew.torch_private import without_autograd, without_modes
 
-__all__ = ("Call", "Collectives", "as_bytes", "check_dense", "flat", "in_a_row")
+__all__ = ("Collectives",)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,54 +50,14 @@ class Call(enum.IntEnum):
     ALL_REDUCE_SPARSE = 10
 
 
-#: What has to be the same on all ranks: call, reduction, dtype, root (or -1), elements (or bytes), number of the call.
-_SAME = struct.Struct("<BBHiQQ")
+#: What has to be the same on all ranks: call, reduction, dtype, root (or -1), elements (or bytes), number of the call,
+#: and, for reduce_scatter, a checksum of the parts.
+_SAME = struct.Struct("<BBHiQQI")
 #: Bytes that a rank shows, and, for all_to_all, where in them each rank's begin: written behind `SAME`.
 _SHOWN = struct.Struct("<Q")
 _NO_REDUCTION = 255
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-
-def _lies_in_a_row(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor, as they are, lie in memory one behind the other."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in a row: a view if they lie so, else a copy. Autograd does not see what is written to it."""
-    data = tensor.data if _lies_in_a_row(tensor) else tensor.data.resolve_conj().resolve_neg().contiguous()
-    row = data.view(-1)
-    # A single element lies in a row whatever its stride is; a view as bytes wants the stride 1.
-    return row if row.stride(0) == 1 else row.as_strided((row.numel(),), (1,))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: a view if its elements lie in a row, else a copy."""
-    return flat(tensor).view(torch.uint8)
-
-
-@contextmanager
-def in_a_row(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors to be written whose elements lie in a row; what is written to stand-ins is copied at the end."""
-    rows = [tensor if _lies_in_a_row(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-    yield rows
-    for tensor, row in zip(tensors, rows, strict=True):
-        if row is not tensor:
-            tensor.data.copy_(row)
-
-
-def check_dense(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse what is not dense, and in the memory of the CPU."""
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            kind = (
-                f"{tensor.device.type} tensor" if tensor.device.type != "cpu" else f"tensor of layout {tensor.layout}"
-            )
-            raise ValueError(
-                f"the process group crew moves dense tensors in the memory of the CPU, but got a {kind}: "
-                "for a GPU make a group of the backend nccl"
-            )
 
 
 def _check_root(root: int, size: int) -> None:
@@ -107,7 +71,7 @@ def _collective(method: _Function) -> _Function:
     @functools.wraps(method)
     def run(self: Collectives, *args: Any, timeout: float) -> Any:
         self.usable()
-        with without_autograd():
+        with without_autograd(), without_modes():
             self.deadline = time.monotonic() + timeout
             turns = self.turns.number
             try:
@@ -156,9 +120,9 @@ class Collectives:
 
     # Heads ------------------------------------------------------------------------------------------------------------
 
-    def _put(self, call: Call, op: int, dtype: torch.dtype, root: int, count: int, more: bytes) -> None:
+    def _put(self, call: Call, op: int, dtype: torch.dtype, root: int, count: int, more: bytes, parts: int = 0) -> None:
         self.number += 1
-        self._same = _SAME.pack(call, op, _DTYPE_CODES[dtype], root, count, self.number)
+        self._same = _SAME.pack(call, op, _DTYPE_CODES[dtype], root, count, self.number, parts)
         self.streams.put(self._same.ljust(SAME, b"\0"), more)
 
     def _first(self) -> None:
@@ -188,10 +152,13 @@ class Collectives:
             sparse.all_reduce(tensors, op, self.ranks, functools.partial(self._gather, Call.ALL_REDUCE_SPARSE, root=-1))
             return
         check_dense(tensors)
+        operations = [operation(op, tensor.dtype) for tensor in tensors]
         for tensor in tensors:
+            check_writable(tensor)
+        for tensor, reduction in zip(tensors, operations, strict=True):
             row = flat(tensor)
-            self._all_reduce(row, operation(op, tensor.dtype))
-            if not _lies_in_a_row(tensor):
+            self._all_reduce(row, reduction)
+            if not lies_in_a_row(tensor):
                 tensor.data.copy_(row.view(tensor.shape))
 
     def _all_reduce(self, row: torch.Tensor, op: Operation) -> None:
@@ -214,6 +181,7 @@ class Collectives:
     def reduce(self, tensor: torch.Tensor, root: int, reduce_op: Any) -> None:
         """Reduce a tensor into that of ``root``; the others' stay what they are."""
         check_dense([tensor])
+        check_writable(tensor)
         _check_root(root, self.size)
         op, row = operation(reduce_op, tensor.dtype), flat(tensor)
         nbytes = row.numel() * row.element_size()
@@ -226,33 +194,47 @@ class Collectives:
         else:
             self._first()
             self.streams.reduce(row, cut(row.numel(), self.size), op, self.deadline, gather=mine)
-        if mine is not None and not _lies_in_a_row(tensor):
+        if mine is not None and not lies_in_a_row(tensor):
             tensor.data.copy_(row.view(tensor.shape))
 
     @_collective
     def reduce_scatter(self, outs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], op: Any) -> None:
         """Reduce what all ranks have for a rank into its tensor; ``inputs``, for each of ``outs``: by rank, or all."""
-        for out, given in zip(outs, inputs, strict=True):
-            check_dense([out, *given])
-            sizes = [tensor.numel() for tensor in given]
-            if len(given) == 1 and self.size > 1:
-                sizes = [out.numel()] * self.size
-            wrong = len(sizes) != self.size or sizes[self.me] != out.numel()
-            if wrong or sum(sizes) != sum(tensor.numel() for tensor in given):
-                raise ValueError(
-                    f"reduce_scatter of {self.size} ranks needs inputs for each of them, as large as their outputs, "
-                    f"but got {[tuple(tensor.shape) for tensor in given]} for an output of {tuple(out.shape)}"
-                )
-            if any(tensor.dtype != out.dtype for tensor in given):
-                raise ValueError(
-                    f"reduce_scatter needs tensors of one dtype, but got {given[0].dtype} into {out.dtype}"
-                )
+        calls = [
+            (out, given, self._parts(out, given), operation(op, out.dtype))
+            for out, given in zip(outs, inputs, strict=True)
+        ]
+        for out, given, sizes, reduction in calls:
             row = flat(given[0]) if len(given) == 1 else torch.cat([flat(tensor) for tensor in given])
+            if row.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+                row = row.clone()  # what is written to the output is still to be read
             with in_a_row([out]) as (result,):
-                self._reduce_scatter(flat(result), row, sizes, operation(op, out.dtype))
+                self._reduce_scatter(flat(result), row, sizes, reduction)
+
+    def _parts(self, out: torch.Tensor, given: Sequence[torch.Tensor]) -> list[int]:
+        """How many elements each rank gets.
+
+        Raises:
+            ValueError: inputs and output do not fit together.
+        """
+        check_dense([out, *given])
+        check_writable(out)
+        sizes = [tensor.numel() for tensor in given]
+        if len(given) == 1 and self.size > 1:
+            sizes = [out.numel()] * self.size
+        wrong = len(sizes) != self.size or sizes[self.me] != out.numel()
+        if wrong or sum(sizes) != sum(tensor.numel() for tensor in given):
+            raise ValueError(
+                f"reduce_scatter of {self.size} ranks needs inputs for each of them, as large as their outputs, "
+                f"but got {[tuple(tensor.shape) for tensor in given]} for an output of {tuple(out.shape)}"
+            )
+        if any(tensor.dtype != out.dtype for tensor in given):
+            raise ValueError(f"reduce_scatter needs one dtype, but got {given[0].dtype} into {out.dtype}")
+        return sizes
 
     def _reduce_scatter(self, out: torch.Tensor, row: torch.Tensor, sizes: Sequence[int], op: Operation) -> None:
-        self._put(Call.REDUCE_SCATTER, op.code, row.dtype, -1, row.numel(), b"")
+        checksum = zlib.crc32(array("Q", sizes).tobytes()) | 1
+        self._put(Call.REDUCE_SCATTER, op.code, row.dtype, -1, row.numel(), b"", checksum)
         self._first()
         ends = [sum(sizes[: rank + 1]) for rank in range(self.size)]
         parts = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -311,10 +293,7 @@ class Collectives:
             def wanted() -> list[tuple[int, int, torch.Tensor]]:
                 for rank, (row, nbytes) in enumerate(zip(rows, self._shown(), strict=False)):
                     if row.numel() * row.element_size() != nbytes:
-                        self._refuse(
-                            f"rank {self.ranks[rank]} sends {nbytes} bytes, but its output has "
-                            f"{row.numel() * row.element_size()}"
-                        )
+                        self._refuse(rank, nbytes, row)
                 return [(rank, 0, as_bytes(row)) for rank, row in enumerate(rows)]
 
             self._copy(call, as_bytes(tensor), wanted, root)
@@ -375,18 +354,18 @@ class Collectives:
                     splits = begins.unpack_from(head, SAME + _SHOWN.size)
                     nbytes = splits[self.me + 1] - splits[self.me]
                     if target.numel() * target.element_size() != nbytes:
-                        self._refuse(
-                            f"rank {self.ranks[rank]} sends {nbytes} bytes, but its output has "
-                            f"{target.numel() * target.element_size()}"
-                        )
+                        self._refuse(rank, nbytes, target)
                     reads.append((rank, splits[self.me], as_bytes(target)))
                 return reads
 
             self._copy(Call.ALL_TO_ALL, torch.cat(rows), wanted, more=begins.pack(*ends))
 
-    def _refuse(self, text: str) -> None:
-        """What only this rank sees, behind the first turn: the others have gone on."""
-        error = CollectiveMismatch(text)
+    def _refuse(self, rank: int, nbytes: int, row: torch.Tensor) -> None:
+        """A size that only this rank sees, behind the first turn: the others have gone on."""
+        error = CollectiveMismatch(
+            f"rank {self.ranks[rank]} sends {nbytes} bytes, but what rank {self.ranks[self.me]} has for them is a "
+            f"tensor of {row.numel() * row.element_size()} bytes"
+        )
         self.turns.give_up(str(error))
         raise error
 
@@ -399,7 +378,7 @@ class Collectives:
 
 def _describe(same: bytes) -> str:
     """A call in words."""
-    call, op, dtype, root, count, number = _SAME.unpack(same)
+    call, op, dtype, root, count, number, parts = _SAME.unpack(same)
     try:
         name = Call(call).name.lower()
     except ValueError:
@@ -408,6 +387,8 @@ def _describe(same: bytes) -> str:
     told = name if name == "barrier" or not (count or op != _NO_REDUCTION) else f"{name} of {what}"
     if op != _NO_REDUCTION:
         told += f", reduction {torch.distributed.ReduceOp.RedOpType(op).name}"
+    if parts:
+        told += f", parts {parts:08x}"
     if root >= 0:
         told += f", root {root}"
     return f"{told} (call {number} in this group)"

@@ -32,9 +32,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchcrew.collectives import sparse
-from torchcrew.collectives.collectives import Collectives, as_bytes, check_dense, flat, in_a_row
+from torchcrew.collectives.collectives import Collectives
 from torchcrew.collectives.link import HEADER, Link, header, text_of
 from torchcrew.collectives.reduction import Operation, operation
+from torchcrew.collectives.rows import as_bytes, check_dense, flat, in_a_row
 from torchcrew.collectives.streams import SMALL
 from torchcrew.errors import CollectiveMismatch, PeerDied
 from torchcrew.torch_private import without_autograd

@@ -17,8 +17,8 @@ from datetime import timedelta
 
 import torch
 
-from torchcrew.collectives.collectives import as_bytes
 from torchcrew.collectives.mailbox import SLOTS, Inlet, Load, Outlet
+from torchcrew.collectives.rows import as_bytes
 from torchcrew.collectives.work import GroupWork
 from torchcrew.errors import CollectiveMismatch, PeerDied
 from torchcrew.memory import libc

@@ -24,9 +24,9 @@ import threading
 import time
 from typing import Any
 
-from torchcrew.collectives.collectives import check_dense
 from torchcrew.collectives.letters import ANYBODY, Desk, Letter
 from torchcrew.collectives.mailbox import Inlet, Outlet, bell
+from torchcrew.collectives.rows import check_dense
 from torchcrew.collectives.turns import SLICE, Turns
 from torchcrew.errors import CollectiveTimeout, PeerDied
 

@@ -2,7 +2,7 @@
 
     rank i      store: "seat i" = host, pid ──► reads all seats: who is on this host
     first one   makes the segment ──► store: "segment" = descriptor, inode
-    the others  /proc/PID/fd/N ──► the same segment, if it is that inode
+    the others  /proc/PID/fd/N ──► the same segment, if it is that inode ──► store: "joined i", or why not
     all         a first turn: everybody has it ──► the descriptor is closed; nothing of the group has a name
 
 Death      of a rank before it has said its seat: the store's timeout, as for every backend; later: a turn's.
@@ -23,6 +23,7 @@ import torch.distributed
 from torchcrew.collectives.peers import Peer, Peers
 from torchcrew.collectives.segment import Segment
 from torchcrew.collectives.turns import Turns
+from torchcrew.errors import PeerDied
 
 __all__ = ("Meeting", "host_key", "meet", "seats")
 
@@ -96,7 +97,11 @@ def meet(store: Any, place: int, pids: Sequence[int], ranks: Sequence[int], time
     """
     deadline = time.monotonic() + timeout
     size = len(pids)
-    peers = Peers([Peer(number, rank, pid) for number, (rank, pid) in enumerate(zip(ranks, pids, strict=True))], place)
+    everybody = [Peer(number, rank, pid) for number, (rank, pid) in enumerate(zip(ranks, pids, strict=True))]
+    try:
+        peers = Peers(everybody, place)
+    except ProcessLookupError as error:
+        raise PeerDied("a rank has ended before its process group was made") from error
     with ExitStack() as undo:
         undo.callback(peers.close)
         if place == 0:
@@ -104,13 +109,16 @@ def meet(store: Any, place: int, pids: Sequence[int], ranks: Sequence[int], time
             undo.callback(os.close, fd)
             store.set("segment", json.dumps([fd, os.fstat(fd).st_ino]))
         else:
-            fd, inode = json.loads(_get(store, "segment"))
-            opened = _open(pids[0], fd, inode)
             try:
-                segment = Segment(opened, size)
-            finally:
-                os.close(opened)
+                fd, inode = json.loads(_get(store, "segment"))
+                segment = _join(pids[0], fd, inode, size)
+            except OSError as error:
+                store.set(f"joined {place}", f"{type(error).__name__}: {error}")
+                raise
+            store.set(f"joined {place}", "")
         turns = Turns(segment, peers)
+        if place == 0:
+            _see_that_all_have_joined(store, turns)
         turns.turn(deadline)
         undo.pop_all()
     if place == 0:
@@ -118,9 +126,20 @@ def meet(store: Any, place: int, pids: Sequence[int], ranks: Sequence[int], time
     return Meeting(segment, peers, turns)
 
 
-def _open(pid: int, fd: int, inode: int) -> int:
+def _join(pid: int, fd: int, inode: int, size: int) -> Segment:
+    """The segment that another process has made."""
     opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(opened).st_ino != inode:
+    try:
+        if os.fstat(opened).st_ino != inode:
+            raise OSError(f"descriptor {fd} of process {pid} is not the memory of this process group")
+        return Segment(opened, size)
+    finally:
         os.close(opened)
-        raise OSError(f"descriptor {fd} of process {pid} is not the memory of this process group")
-    return opened
+
+
+def _see_that_all_have_joined(store: Any, turns: Turns) -> None:
+    """Of those who cannot join, only the store tells; who has joined, learns it from the first rank's status."""
+    for peer in turns.peers.others:
+        reason = _get(store, f"joined {peer.place}").decode()
+        if reason:
+            turns.fail(PeerDied(f"{peer} cannot join the process group: {reason}"))

@@ -69,6 +69,9 @@ class Peers:
             return "\n".join(map(_told, missing, stacks.ask([peer.pid for peer in missing], timeout=1.0)))
         return ""
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Watch nobody any more."""
         while self._by_fd:

@@ -99,6 +99,15 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """As it was set."""
         return self._group_description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """What some of torch's functions ask before they use a group."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """As a group of one backend, it is its own."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Of collectives from now on."""
         self._timeout = timeout.total_seconds()
@@ -112,10 +121,11 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._mail is not None:
             is_idle = self._mail.close(_CLOSING) and is_idle
         self._meeting.turns.leave()
-        if is_idle:  # else a thread is in the middle of it, and needs what would be closed here
-            self._meeting.close()
-            self._streams.clear()
-            self._places.clear()
+        with self._lane.nobody_runs(_CLOSING) as is_free:
+            if is_idle and is_free:  # else a thread is in the middle of it, and needs what would be closed here
+                self._meeting.close()
+                self._streams.clear()
+                self._places.clear()
 
     def abort(self) -> None:
         """As `shutdown`, without finishing what is pending."""

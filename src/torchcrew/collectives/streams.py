@@ -192,6 +192,7 @@ class Streams:
 
     def reduce_in_place(self, flat: torch.Tensor, places: Sequence[bytes], op: Operation, deadline: float) -> None:
         """Reduce tensors that all ranks see, into all of them."""
+        self.places.begin()
         start, stop = cut(flat.numel(), self.size)[self.me]
         width = flat.element_size()
         tensors = [flat if rank == self.me else self._tensor(rank, place, flat) for rank, place in enumerate(places)]

@@ -35,6 +35,8 @@ SPIN, SPIN_CROWDED = 150e-6, 5e-6
 _LOOKS = 16
 #: Seconds of one sleep; after each a rank sees whether its peers live: some 10 µs in 10 ms.
 SLICE = 0.01
+#: The same for those who have waited long, in seconds.
+LONG_SLICE, _LONG = 0.02, 1.0
 
 
 class Turns:
@@ -94,10 +96,13 @@ class Turns:
                     if not missing:
                         return
             os.sched_yield()
+        slice_, until = SLICE, clock() + _LONG
         while missing:
-            if acquire(True, SLICE):
+            if acquire(True, slice_):
                 missing -= 1
                 continue
+            if clock() > until:
+                slice_ = LONG_SLICE
             gone = self._gone()
             while missing and acquire(False):  # what has ended, had come
                 missing -= 1
@@ -126,11 +131,14 @@ class Turns:
 
     def _gone(self) -> str:
         """Why it is no use to wait for one of those who are late; "" if it may be."""
+        late = self.late()
+        if not late:
+            return ""
         dead = self.peers.dead()
-        said = {peer: self.said(peer) for peer in self.peers.others}
+        said = {peer: self.said(peer) for peer in late}
         # Last, who is late: a rank may come to this turn, its last one, and end, while this one looks.
         for peer in self.late():
-            if said[peer]:
+            if said.get(peer):
                 return said[peer]
             if peer in dead:
                 return f"{peer} has ended in the middle of a collective, or before it"
@@ -143,8 +151,10 @@ class Turns:
             return f"{peer} failed in a collective of this group: {reason}"
         return f"{peer} has destroyed its process group" if state == State.LEFT else ""
 
-    def _give_up(self) -> NoReturn:
+    def _give_up(self) -> None:
         late = self.late()
+        if not late:
+            return  # they have come meanwhile
         names = ", ".join(map(str, late))
         stacks = self.peers.stacks(late)
         self.fail(CollectiveTimeout(f"{names} did not come to a collective in time.\n{stacks}".rstrip()))
@@ -155,14 +165,14 @@ class Turns:
         raise error
 
     def give_up(self, reason: str) -> None:
-        """Take part no more; tell the others why."""
-        if not self.broken:
+        """Take part no more; tell the others why. A forked child, which has no part, says nothing."""
+        if not self.broken and os.getpid() == self.peers.me.pid:
             self.broken = reason
             self.segment.set_state(self.peers.me.place, State.FAILED, reason)
 
     def leave(self) -> None:
         """Take part no more, for no bad reason."""
-        if not self.broken:
+        if not self.broken and os.getpid() == self.peers.me.pid:
             self.broken = "this process has destroyed it"
             self.segment.set_state(self.peers.me.place, State.LEFT)
 

@@ -6,6 +6,7 @@ The `Work` that torch makes of a future cannot wait with a timeout and turns eve
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -35,14 +36,27 @@ class GroupWork(_Work):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._future: tuple[Future[Any], Future[Any]] | None = None
 
-    def end(self, error: BaseException | None = None, source: int = -1) -> None:
-        """It is done, or has failed; ``source``: who sent a message that was wanted from anybody."""
+    def end(
+        self,
+        error: BaseException | None = None,
+        source: int = -1,
+        tell: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """It is done, or has failed.
+
+        Args:
+            source: who sent a message that was wanted from anybody.
+            tell: runs the callbacks of its future; None: they run here.
+        """
         with self._lock:
             self._error, self._source = error, source
             self._ended.set()
             future = self._future  # one that is asked for from now on, is ended by who asks
         if future is not None:
-            future[0].set_result(None)
+            if tell is None:
+                future[0].set_result(None)
+            else:
+                tell(lambda: future[0].set_result(None))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensors are written.
