@@ -8,6 +8,8 @@ that parts do not mix. Exit code 1 if a part fails.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,32 +34,47 @@ def main() -> int:
     arguments = sys.argv[1:]
     turns = threading.Semaphore(AT_A_TIME)
     codes: dict[int, int] = {}
+    running: list[subprocess.Popen[bytes]] = []
     printing = threading.Lock()
 
     def run(number: int, paths: list[str]) -> None:
         with turns, tempfile.TemporaryFile("w+") as output:
             began = time.monotonic()
             command = [sys.executable, "-m", "pytest", *arguments, *paths]
+            # A session of its own: the leak check takes a session's orphans for those of the test that runs.
+            pytest = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            running.append(pytest)
             try:
-                code = subprocess.run(
-                    command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=DEADLINE
-                ).returncode
+                codes[number] = pytest.wait(DEADLINE)
             except subprocess.TimeoutExpired:
-                code = 124
-            codes[number] = code
+                codes[number] = 124
+                _end(pytest)
             output.seek(0)
             with printing:
-                print(f"----- {' '.join(paths)}: exit code {code} after {time.monotonic() - began:.0f} s")
+                print(f"----- {' '.join(paths)}: exit code {codes[number]} after {time.monotonic() - began:.0f} s")
                 print(output.read(), flush=True)
 
-    threads = [threading.Thread(target=run, args=part) for part in enumerate(_paths())]
+    threads = [threading.Thread(target=run, args=part, daemon=True) for part in enumerate(_paths())]
     for thread in threads:
         thread.start()
         time.sleep(0.1)  # in this order
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        for pytest in running:
+            _end(pytest)
+        raise
     found = [code for code in codes.values() if code != NO_TESTS]
     return 1 if any(found) or not found else 0
+
+
+def _end(pytest: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C does not reach it, being in another session."""
+    if pytest.poll() is None:
+        os.killpg(pytest.pid, signal.SIGTERM)
 
 
 def _paths() -> list[list[str]]:

@@ -323,7 +323,8 @@ def test_a_childs_own_sitecustomize_still_runs(tmp_path):
 
 def test_a_child_without_torchcrew_starts_as_ever(tmp_path):
     """An isolated child, or one of an environment without torchcrew, is not disturbed."""
-    code = "import sys; sys.modules['torchcrew'] = None; import torch.utils.data; print('fine')"
+    absent = "import os, sys; sys.modules['torchcrew'] = None; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'"
+    code = f"{absent}; import torch.utils.data; print('fine')"
     write(
         tmp_path,
         "program.py",
