@@ -59,7 +59,7 @@ class Workshop:
 
     def __init__(self, folder: Path, suite: Suite, source: Path | None, under_test: str) -> None:
         self.folder = folder
-        self.suite = suite.write(folder, source)
+        self.suite = suite.write(folder, source, under_test)
         self.events = folder / "events.jsonl"
         (folder / "pytest.ini").write_text("[pytest]\naddopts =\n")
         paths = [str(SWAP), str(self.suite.parent), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]

@@ -5,6 +5,7 @@
     torch-multiprocessing   pytorch/pytorch, test_multiprocessing.py         its `torch.multiprocessing` ┐ as if the
     torch-spawn             pytorch/pytorch, test_multiprocessing_spawn.py   its `torch.multiprocessing` ├ import line
     cpython-METHOD          the running Python's _test_multiprocessing       its `multiprocessing`       ┘ were edited
+    torch-distributed       the installed torch's own distributed_test.py    the backend of its process groups
 
 None of these files belongs to this repository: they are read from a checkout, an archive or the installed Python and
 written to a temporary folder.
@@ -13,10 +14,13 @@ written to a temporary folder.
 from __future__ import annotations
 
 import fnmatch
+import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +46,10 @@ from test._test_multiprocessing import install_tests_in_module_dict
 
 install_tests_in_module_dict(globals(), {method!r})
 """
+
+
+# Where the suite that torch comes with says which tests are for gloo.
+GATES = ('BACKEND != "{}"', 'BACKEND == "{}"', 'require_backend_is_available({{"{}"}})')
 
 
 class SuiteMissing(ValueError):
@@ -80,8 +88,8 @@ class Suite:
         matching = (reason for pattern, reason in self.deviations.items() if fnmatch.fnmatchcase(test, pattern))
         return next(matching, None)
 
-    def write(self, folder: Path, source: Path | None) -> Path:
-        """Write the suite, and what it needs beside it, below ``folder``; returns the file to collect.
+    def write(self, folder: Path, source: Path | None, under_test: str) -> Path:
+        """Write the suite, for ``under_test``, and what it needs below ``folder``; returns the file to collect.
 
         Raises:
             SuiteMissing: it is not where it should be.
@@ -111,6 +119,35 @@ class Suite:
         if text is None:
             raise SuiteMissing(f"{source} holds no {self.file}: give a checkout or archive of {self.project}")
         return text
+
+
+class GroupSuite(Suite):
+    """The suite of process groups that the installed torch has: what is tested is a backend."""
+
+    def write(self, folder: Path, source: Path | None, under_test: str) -> Path:
+        """Write torch's file, and the one that makes its classes tests; what it has for stock alone is for both."""
+        installed = importlib.util.find_spec("torch")
+        file = Path(installed.origin).parent / self.file if installed and installed.origin else None
+        if file is None or not file.is_file():
+            raise SuiteMissing(f"the installed torch has no {self.file}")
+        text = file.read_text()
+        for gate in GATES:
+            text = text.replace(gate.format(self.stock), gate.format(under_test))
+        _write(folder / "suite" / file.name, text)
+        path = folder / "suite" / "test_distributed.py"
+        _write(path, (ROOT / "tools" / "peer_distributed.py").read_text())
+        return path
+
+    def environment(self, under_test: str) -> dict[str, str]:
+        """What torch's run_test.py sets; a test that hangs is ended so early that it says where."""
+        return {
+            "BACKEND": under_test,
+            "WORLD_SIZE": os.environ.get("WORLD_SIZE", "3"),  # torch's own for gloo
+            "TEMP_DIR": tempfile.gettempdir(),  # each test makes a folder of its own
+            "INIT_METHOD": "file://",
+            "CUDA_VISIBLE_DEVICES": "",  # the backend is one for the CPU
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60",
+        }
 
 
 def _read(source: Path, file: str) -> str | None:
@@ -178,6 +215,16 @@ _ALL = (
     _cpython("fork", select="not WithThreads and not SharedMemory"),
     _cpython("spawn", select="not WithThreads and not SharedMemory and not Manager"),
     _cpython("forkserver", select="not WithThreads and not SharedMemory and not Manager"),
+    GroupSuite(
+        name="torch-distributed",
+        ours="crew",
+        stock="gloo",
+        file="testing/_internal/distributed/distributed_test.py",
+        deviations={
+            "*::test_monitored_barrier_*": "torch refuses the function for all but gloo; the texts expected are gloo's",
+        },
+        version="_" + "".join(importlib.metadata.version("torch").split(".")[:2]),
+    ),
 )
 
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}

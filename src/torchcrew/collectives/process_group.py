@@ -178,8 +178,14 @@ class CrewProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(opts, outputs[0], self._collectives.all_gather, outputs[0], inputs[0])
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several of them: ``outputs[i]`` has, of each rank, what is in ``inputs[i]`` there."""
-        return self._each(opts, [self._collectives.all_gather] * len(inputs), outputs, inputs)
+        """Several of them: ``outputs[rank]`` has what is in ``inputs`` there."""
+        if len(outputs) != self._size or any(len(tensors) != len(inputs) for tensors in outputs):
+            raise ValueError(
+                f"all_gather_coalesced of {len(inputs)} tensors needs {self._size} lists of as many outputs, "
+                f"but got lists of {[len(tensors) for tensors in outputs]}"
+            )
+        columns = [list(column) for column in zip(*outputs, strict=True)]
+        return self._each(opts, [self._collectives.all_gather] * len(inputs), columns, inputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Every rank's tensor, behind each other in one."""

@@ -157,7 +157,9 @@ class Turns:
             return  # they have come meanwhile
         names = ", ".join(map(str, late))
         stacks = self.peers.stacks(late)
-        self.fail(CollectiveTimeout(f"{names} did not come to a collective in time.\n{stacks}".rstrip()))
+        self.fail(
+            CollectiveTimeout(f"{names} did not come to a collective before the timeout was over.\n{stacks}".rstrip())
+        )
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise, here and in all that wait for this rank."""
