@@ -98,6 +98,7 @@ class Mail:
             raise ValueError(f"a message is one tensor, but got {len(tensors)}")
         check_dense(tensors)
         letter = Letter(tensors[0], place, tag, is_sent, functools.partial(self._wait, timeout))
+        memory = self._memory  # stays mapped until this call has done with it, whoever closes the group
         with self._lock:
             if self._closed:
                 raise RuntimeError("this process has destroyed this process group")
@@ -110,6 +111,7 @@ class Mail:
             self._leave_to_thread()
         if moved and self._driver:  # this thread may have taken back the ring that was to wake the other one
             self._bell.release()
+        del memory
         return letter
 
     # Moving -----------------------------------------------------------------------------------------------------------
@@ -187,7 +189,11 @@ class Mail:
 
     def _until(self, letter: Letter, deadline: float) -> None:
         while not letter.is_completed() and time.monotonic() < deadline:
-            if not self._drive(letter, deadline):
+            if self._driver == threading.get_ident():  # in a callback, in the middle of this thread's own moving
+                self._step()
+                self._look()
+                letter.look(min(_AGAIN, SLICE))
+            elif not self._drive(letter, deadline):
                 letter.look(min(_AGAIN, deadline - time.monotonic()))
 
     def _drive(self, letter: Letter | None, deadline: float) -> bool:
@@ -200,7 +206,7 @@ class Mail:
         finally:
             self._driver = 0
             self._driving.release()
-            if self._desk.pending():
+            if self._is_busy():
                 self._left.set()
         return True
 
@@ -227,7 +233,12 @@ class Mail:
     # Failing ----------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See whether those live with whom something has to be done."""
+        """See whether those live with whom something has to be done, and whether the group is of use."""
+        if self._turns.broken:
+            with self._lock:
+                self._desk.clear(RuntimeError(f"this process group cannot be used any more: {self._turns.broken}"))
+            self._tell()
+            return
         dead = self._peers.dead()
         said = {peer: self._turns.said(peer) for peer in self._peers.others}
         gone = {peer.place: said[peer] or f"{peer} has ended" for peer in said if said[peer] or peer in dead}

@@ -24,7 +24,7 @@ from torchcrew.memory.arena import make_memfd
 __all__ = ("HEAD", "NAME", "Segment", "State", "capacity")
 
 NAME = "torchcrew-group"
-#: Bytes of the head of a page: what is called, where a shared tensor lies, and the sizes of up to 64 splits.
+#: Bytes of the head of a page: what is called, where a shared tensor lies, and the sizes of up to 117 splits.
 HEAD = 1024
 #: Bytes of the room of a page for each rank of the group, and of the whole at least; see `benchmarks/collectives.py`.
 _SHARE, _LEAST = 16 << 10, 1 << 20
