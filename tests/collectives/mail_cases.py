@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from torchcrew.errors import CollectiveTimeout
 
 #: As torch says they may return None, to a rank that is not in the group.
 isend: Any = dist.isend
@@ -247,6 +251,84 @@ def anybody(rank: int, size: int) -> None:
         tensor = torch.empty(5)
         assert dist.recv(tensor, group=some) == size - 1
         assert same(tensor, made(size - 1, 5))
+
+
+def callbacks(rank: int, size: int) -> None:
+    """What a future calls waits for other messages, in the thread that moves them all."""
+    if rank == 1:
+        for tag in (1, 3):
+            dist.barrier()
+            dist.send(torch.ones(1), 0, tag=tag)
+            time.sleep(0.1)  # until the other one is in the callback
+            dist.send(made(1, LARGE), 0, tag=tag + 1)
+        dist.barrier()
+        for tag in (5, 6, 7):
+            dist.send(torch.ones(1), 0, tag=tag)
+            time.sleep(0.1)
+        dist.recv(torch.empty(1), 0)
+        return
+    large = torch.empty(LARGE)
+    for tag in (1, 3):
+        first = irecv(torch.empty(1), 1, tag=tag)
+        then = first.get_future().then(lambda _, tag=tag: irecv(large.zero_(), 1, tag=tag + 1).wait())
+        dist.barrier()
+        if tag == 1:  # this thread moves them; else the group's own
+            first.wait()
+        until(then.done)
+        then.wait()
+        assert same(large, made(1, LARGE))
+    # The next two end in the same step, as nothing moves during the first callback.
+    works = [irecv(torch.empty(1), 1, tag=tag) for tag in (5, 6, 7)]
+    slow = works[0].get_future().then(lambda _: time.sleep(0.4))
+    then = works[1].get_future().then(lambda _: works[2].wait())
+    dist.barrier()
+    works[1].wait()
+    until(then.done)
+    then.wait()
+    slow.wait()
+    # One that does not come.
+    work = irecv(torch.empty(1), rank, tag=8)
+    then = work.get_future().then(lambda _: irecv(torch.empty(1), 1, tag=9).wait(timedelta(seconds=0.2)))
+    isend(torch.ones(1), rank, tag=8)
+    work.wait()
+    until(then.done)
+    with pytest.raises(RuntimeError, match="did not send a message"):
+        then.wait()
+    dist.send(torch.ones(1), 1)
+
+
+def until(is_so: Any, within: float = 3.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + within
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def broken(rank: int, size: int) -> None:
+    """A message of rank 0 stops in the middle: its others, which do not go to that rank, have no chance either."""
+    wanted = [irecv(torch.empty(1), 2, tag=9), irecv(torch.empty(1), tag=9)] if rank == 0 else []
+    dist.barrier()
+    if rank > 0:
+        return  # and live
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=0.3))
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="in the middle of a message") as raised:
+            wanted[0].wait()
+        found.append(raised.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pytest.raises(CollectiveTimeout, match="did not take a message"):
+        isend(torch.zeros(LARGE), 1, tag=5).wait()
+    until(lambda: all(work.is_completed() for work in wanted))
+    thread.join(3)
+    assert found
+    with pytest.raises(RuntimeError, match="in the middle of a message"):
+        wanted[1].wait()
 
 
 def threads(rank: int, size: int) -> int:

@@ -45,6 +45,16 @@ def test_anybody(size: int) -> None:
     results_of(cases.anybody, size)
 
 
+def test_callbacks() -> None:
+    """What a future calls, in whichever thread, may wait for another message: one to come, or one that never does."""
+    results_of(cases.callbacks, 2)
+
+
+def test_broken() -> None:
+    """Who waits for a message when another one breaks the group, of this rank, learns it at once."""
+    results_of(cases.broken, 3)
+
+
 def test_threads() -> None:
     """Many threads that send and receive at once, in any order that ends, get each its own."""
     assert results_of(cases.threads, 3) == [120] * 3

@@ -30,7 +30,7 @@ from torchcrew.collectives.turns import Turns
 from torchcrew.errors import CollectiveMismatch
 from torchcrew.torch_private import without_autograd, without_modes
 
-__all__ = ("Collectives",)
+__all__ = ("Call", "Collectives")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

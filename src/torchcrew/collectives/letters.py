@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 
 from torchcrew.collectives.mailbox import SLOTS, Inlet, Load, Outlet
-from torchcrew.collectives.rows import as_bytes
+from torchcrew.collectives.rows import as_bytes, lies_in_a_row
 from torchcrew.collectives.work import GroupWork
 from torchcrew.errors import CollectiveMismatch, PeerDied
 from torchcrew.memory import libc
@@ -53,7 +53,7 @@ class Letter(GroupWork):
         self.place, self.tag, self.is_sent = place, tag, is_sent
         self._wait = wait
         self._row: torch.Tensor | None = None  # the elements, where the tensor's own do not lie in a row
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not lies_in_a_row(tensor):
             with without_autograd():
                 self._row = as_bytes(tensor)
         self.load = Load(tag, tensor.nbytes, (tensor if self._row is None else self._row).data_ptr())
@@ -126,7 +126,7 @@ class Desk:
         # Where a message was left in the middle, its ring is of no use: the other rank may still move the rest of it.
         self._cut_out: set[int] = set()
         self._cut_in: set[int] = set()
-        self.ended: list[tuple[Letter, BaseException | None, int]] = []
+        self.ended: deque[tuple[Letter, BaseException | None, int]] = deque()
         """Letters that have to be told that they have ended; how; and who has sent them."""
 
     def send(self, letter: Letter) -> None:

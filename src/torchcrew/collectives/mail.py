@@ -135,12 +135,16 @@ class Mail:
             self._tell()
 
     def _tell(self) -> None:
-        """Tell letters that they have ended. Without the lock: what they call may send."""
+        """Tell letters that they have ended. Without the lock: what they call may send.
+
+        One by one: what one calls may wait for the next one, which has ended in the same step.
+        """
         while self._desk.ended:
             with self._lock:
-                ended, self._desk.ended = self._desk.ended, []
-            for letter, error, source in ended:
-                letter.end(error, source)
+                if not self._desk.ended:
+                    return  # another thread has taken the last one
+                letter, error, source = self._desk.ended.popleft()
+            letter.end(error, source)
 
     def _is_busy(self) -> bool:
         with self._lock:
@@ -190,9 +194,7 @@ class Mail:
     def _until(self, letter: Letter, deadline: float) -> None:
         while not letter.is_completed() and time.monotonic() < deadline:
             if self._driver == threading.get_ident():  # in a callback, in the middle of this thread's own moving
-                self._step()
-                self._look()
-                letter.look(min(_AGAIN, SLICE))
+                self._go_on(letter, deadline)
             elif not self._drive(letter, deadline):
                 letter.look(min(_AGAIN, deadline - time.monotonic()))
 
@@ -220,7 +222,7 @@ class Mail:
             now = time.monotonic()
             if moved:
                 until = now + spin
-            elif now < until:
+            elif now < until or memory is None:
                 os.sched_yield()
             else:
                 self._bell.acquire(True, SLICE if now - begun < _LONG else 2 * SLICE)
@@ -235,8 +237,9 @@ class Mail:
     def _look(self) -> None:
         """See whether those live with whom something has to be done, and whether the group is of use."""
         if self._turns.broken:
+            error = RuntimeError(f"this process group cannot be used any more: {self._turns.broken}")
             with self._lock:
-                self._desk.clear(RuntimeError(f"this process group cannot be used any more: {self._turns.broken}"))
+                self._desk.fail({ANYBODY, *range(self._size)}, error)
             self._tell()
             return
         dead = self._peers.dead()

@@ -45,6 +45,11 @@ def capacity(size: int) -> int:
     return size * (-(-share // 1024) * 1024)
 
 
+def _pages(size: int) -> int:
+    """Where the pages of the ranks begin."""
+    return -(-size * (_STATUS + 2 * semaphore.BYTES) // libc.PAGE) * libc.PAGE
+
+
 class Segment:
     """One rank's view of the memory of its group.
 
@@ -60,7 +65,7 @@ class Segment:
         self._view: Any = libc.view_of(libc.map_shared(fd, 0, nbytes), nbytes)
         self._bytes = memoryview(self._view).cast("B")
         self._address = ctypes.addressof(self._view)
-        self._first = -(-size * (_STATUS + 2 * semaphore.BYTES) // libc.PAGE) * libc.PAGE
+        self._first = _pages(size)
 
     @classmethod
     def nbytes(cls, size: int) -> int:
@@ -69,8 +74,7 @@ class Segment:
 
     @staticmethod
     def _mail(size: int) -> int:
-        first = -(-size * (_STATUS + 2 * semaphore.BYTES) // libc.PAGE) * libc.PAGE
-        return -(-(first + 2 * size * (HEAD + capacity(size))) // libc.PAGE) * libc.PAGE
+        return -(-(_pages(size) + 2 * size * (HEAD + capacity(size))) // libc.PAGE) * libc.PAGE
 
     @classmethod
     def create(cls, size: int) -> tuple[int, Segment]:
