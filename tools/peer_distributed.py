@@ -29,7 +29,7 @@ import distributed_test  # noqa: E402
 multiprocessing.set_forkserver_preload([__name__])
 
 
-class TestProcessGroup(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+class TestCollectives(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
     """Each test in a group of its own."""
 
     def setUp(self) -> None:

@@ -5,7 +5,7 @@
     torch-multiprocessing   pytorch/pytorch, test_multiprocessing.py         its `torch.multiprocessing` ┐ as if the
     torch-spawn             pytorch/pytorch, test_multiprocessing_spawn.py   its `torch.multiprocessing` ├ import line
     cpython-METHOD          the running Python's _test_multiprocessing       its `multiprocessing`       ┘ were edited
-    torch-distributed       the installed torch's own distributed_test.py    the backend of its process groups
+    torch-distributed       the installed torch's own distributed_test.py    its backend `gloo`, in groups of 3, 4, 8
 
 None of these files belongs to this repository: they are read from a checkout, an archive or the installed Python and
 written to a temporary folder.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import fnmatch
 import importlib.metadata
 import importlib.util
-import os
 import subprocess
 import sys
 import tarfile
@@ -48,8 +47,13 @@ install_tests_in_module_dict(globals(), {method!r})
 """
 
 
-# Where the suite that torch comes with says which tests are for gloo.
-GATES = ('BACKEND != "{}"', 'BACKEND == "{}"', 'require_backend_is_available({{"{}"}})')
+# What the suite that torch comes with says of tests for gloo alone, and of all_to_all of CPU tensors: only for MPI.
+GATES = (
+    ('BACKEND != "{}"', "gloo"),
+    ('BACKEND == "{}"', "gloo"),
+    ('require_backend_is_available({{"{}"}})', "gloo"),
+    ('BACKEND != "{}"', "mpi"),
+)
 
 
 class SuiteMissing(ValueError):
@@ -121,18 +125,22 @@ class Suite:
         return text
 
 
+@dataclass(frozen=True)
 class GroupSuite(Suite):
     """The suite of process groups that the installed torch has: what is tested is a backend."""
 
+    ranks: int = 3
+    """In each group; torch's own number for gloo is 3."""
+
     def write(self, folder: Path, source: Path | None, under_test: str) -> Path:
-        """Write torch's file, and the one that makes its classes tests; what it has for stock alone is for both."""
+        """Write torch's file, with its gates open, and the one that makes its classes tests."""
         installed = importlib.util.find_spec("torch")
         file = Path(installed.origin).parent / self.file if installed and installed.origin else None
         if file is None or not file.is_file():
             raise SuiteMissing(f"the installed torch has no {self.file}")
         text = file.read_text()
-        for gate in GATES:
-            text = text.replace(gate.format(self.stock), gate.format(under_test))
+        for gate, name in GATES:
+            text = text.replace(gate.format(name), gate.format(under_test))
         _write(folder / "suite" / file.name, text)
         path = folder / "suite" / "test_distributed.py"
         _write(path, (ROOT / "tools" / "peer_distributed.py").read_text())
@@ -142,7 +150,7 @@ class GroupSuite(Suite):
         """What torch's run_test.py sets; a test that hangs is ended so early that it says where."""
         return {
             "BACKEND": under_test,
-            "WORLD_SIZE": os.environ.get("WORLD_SIZE", "3"),  # torch's own for gloo
+            "WORLD_SIZE": str(self.ranks),
             "TEMP_DIR": tempfile.gettempdir(),  # each test makes a folder of its own
             "INIT_METHOD": "file://",
             "CUDA_VISIBLE_DEVICES": "",  # the backend is one for the CPU
@@ -200,6 +208,21 @@ def _cpython(method: str, select: str) -> Suite:
     )
 
 
+def _groups(name: str, ranks: int, select: str = "") -> GroupSuite:
+    return GroupSuite(
+        name=name,
+        ours="crew",
+        stock="gloo",
+        file="testing/_internal/distributed/distributed_test.py",
+        select=select,
+        deviations={
+            "*::test_monitored_barrier_*": "torch refuses the function for all but gloo; the texts expected are gloo's",
+        },
+        version="_" + "".join(importlib.metadata.version("torch").split(".")[:2]),
+        ranks=ranks,
+    )
+
+
 _ALL = (
     Suite(
         name="torchdata-dataloader",
@@ -215,16 +238,10 @@ _ALL = (
     _cpython("fork", select="not WithThreads and not SharedMemory"),
     _cpython("spawn", select="not WithThreads and not SharedMemory and not Manager"),
     _cpython("forkserver", select="not WithThreads and not SharedMemory and not Manager"),
-    GroupSuite(
-        name="torch-distributed",
-        ours="crew",
-        stock="gloo",
-        file="testing/_internal/distributed/distributed_test.py",
-        deviations={
-            "*::test_monitored_barrier_*": "torch refuses the function for all but gloo; the texts expected are gloo's",
-        },
-        version="_" + "".join(importlib.metadata.version("torch").split(".")[:2]),
-    ),
+    _groups("torch-distributed", 3),
+    # Most tests of a subgroup want 8 ranks, some exactly 4.
+    _groups("torch-distributed-4", 4, "gather_object or with_group_param"),
+    _groups("torch-distributed-8", 8, "group or all_to_all"),
 )
 
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
