@@ -223,6 +223,11 @@ def coalesced(rank: int, size: int) -> None:
         for part in parts:
             reduce_scatter_single(part, torch.full((size * part.numel(),), rank + 1.0))
     assert all((part == total(size)).all() for part in parts)
+    lists = [[torch.empty(FEW), torch.empty(3, 2)] for _ in range(size)]  # of each rank, what it gives
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_gather_coalesced(lists, [torch.full_like(tensor, rank + 1.0) for tensor in lists[0]])
+    assert all((tensor == place + 1).all() for place, tensors in enumerate(lists) for tensor in tensors)
     many = [torch.full((3,), float(rank)) for _ in range(3)]
     functional_sum = functional.all_reduce_coalesced(many, "sum", dist.group.WORLD)
     assert all((tensor == sum(range(size))).all() for tensor in functional_sum)
