@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.collectives import alias_cases
-from tests.collectives.ranks import run
+from tests.collectives.ranks import results_of, run
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -16,7 +16,7 @@ def test_in_place(size: int) -> None:
 
 def test_parts_that_differ() -> None:
     """reduce_scatter with other parts on each rank: all say so, and the group goes on."""
-    for told in run(alias_cases.parts_that_differ, 2):
+    for told in results_of(alias_cases.parts_that_differ, 2):
         assert "reduce_scatter of 8 elements" in told
 
 
@@ -27,7 +27,7 @@ def test_shared_memory() -> None:
 
 def test_refused() -> None:
     """Expanded, fake and distributed tensors, and those of no device: an error at once."""
-    for told in run(alias_cases.refused, 2):
+    for told in results_of(alias_cases.refused, 2):
         assert len(told) == 5
         assert "give it a clone()" in told[0]
         assert "FakeTensor" in told[2]
