@@ -21,9 +21,18 @@ from typing import Any, TypeVar
 import torch
 
 from torchcrew.collectives import sparse
+from torchcrew.collectives.arguments import (
+    check_all_gathered,
+    check_all_to_all,
+    check_gathered,
+    check_gathered_into,
+    check_root,
+    check_scattered,
+    parts_of,
+)
 from torchcrew.collectives.places import NOWHERE, place_of
 from torchcrew.collectives.reduction import Operation, operation
-from torchcrew.collectives.rows import as_bytes, check_dense, check_writable, flat, in_a_row, lies_in_a_row
+from torchcrew.collectives.rows import as_bytes, check_dense, check_writable, flat, in_a_row, write_back
 from torchcrew.collectives.segment import HEAD
 from torchcrew.collectives.streams import SAME, SMALL, Streams, cut
 from torchcrew.collectives.turns import Turns
@@ -58,11 +67,6 @@ _SHOWN = struct.Struct("<Q")
 _NO_REDUCTION = 255
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-
-def _check_root(root: int, size: int) -> None:
-    if not 0 <= root < size:
-        raise ValueError(f"the root has to be a rank of the group, of 0 to {size - 1}, but is {root}")
 
 
 def _collective(method: _Function) -> _Function:
@@ -158,8 +162,7 @@ class Collectives:
         for tensor, reduction in zip(tensors, operations, strict=True):
             row = flat(tensor)
             self._all_reduce(row, reduction)
-            if not lies_in_a_row(tensor):
-                tensor.data.copy_(row.view(tensor.shape))
+            write_back(tensor, row)
 
     def _all_reduce(self, row: torch.Tensor, op: Operation) -> None:
         count = row.numel()
@@ -182,7 +185,7 @@ class Collectives:
         """Reduce a tensor into that of ``root``; the others' stay what they are."""
         check_dense([tensor])
         check_writable(tensor)
-        _check_root(root, self.size)
+        check_root(root, self.size)
         op, row = operation(reduce_op, tensor.dtype), flat(tensor)
         nbytes = row.numel() * row.element_size()
         self._put(Call.REDUCE, op.code, row.dtype, root, row.numel(), b"")
@@ -194,14 +197,14 @@ class Collectives:
         else:
             self._first()
             self.streams.reduce(row, cut(row.numel(), self.size), op, self.deadline, gather=mine)
-        if mine is not None and not lies_in_a_row(tensor):
-            tensor.data.copy_(row.view(tensor.shape))
+        if mine is not None:
+            write_back(tensor, row)
 
     @_collective
     def reduce_scatter(self, outs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], op: Any) -> None:
         """Reduce what all ranks have for a rank into its tensor; ``inputs``, for each of ``outs``: by rank, or all."""
         calls = [
-            (out, given, self._parts(out, given), operation(op, out.dtype))
+            (out, given, parts_of(out, given, self.size, self.me), operation(op, out.dtype))
             for out, given in zip(outs, inputs, strict=True)
         ]
         for out, given, sizes, reduction in calls:
@@ -210,27 +213,6 @@ class Collectives:
                 row = row.clone()  # what is written to the output is still to be read
             with in_a_row([out]) as (result,):
                 self._reduce_scatter(flat(result), row, sizes, reduction)
-
-    def _parts(self, out: torch.Tensor, given: Sequence[torch.Tensor]) -> list[int]:
-        """How many elements each rank gets.
-
-        Raises:
-            ValueError: inputs and output do not fit together.
-        """
-        check_dense([out, *given])
-        check_writable(out)
-        sizes = [tensor.numel() for tensor in given]
-        if len(given) == 1 and self.size > 1:
-            sizes = [out.numel()] * self.size
-        wrong = len(sizes) != self.size or sizes[self.me] != out.numel()
-        if wrong or sum(sizes) != sum(tensor.numel() for tensor in given):
-            raise ValueError(
-                f"reduce_scatter of {self.size} ranks needs inputs for each of them, as large as their outputs, "
-                f"but got {[tuple(tensor.shape) for tensor in given]} for an output of {tuple(out.shape)}"
-            )
-        if any(tensor.dtype != out.dtype for tensor in given):
-            raise ValueError(f"reduce_scatter needs one dtype, but got {given[0].dtype} into {out.dtype}")
-        return sizes
 
     def _reduce_scatter(self, out: torch.Tensor, row: torch.Tensor, sizes: Sequence[int], op: Operation) -> None:
         checksum = zlib.crc32(array("Q", sizes).tobytes()) | 1
@@ -260,7 +242,7 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the tensor of ``root`` into the others'."""
         check_dense([tensor])
-        _check_root(root, self.size)
+        check_root(root, self.size)
         nbytes = tensor.numel() * tensor.element_size()
         if self.me == root:
             self._copy(Call.BROADCAST, as_bytes(tensor), lambda: (), root, nbytes)
@@ -271,20 +253,13 @@ class Collectives:
     @_collective
     def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy each rank's tensor into one of ``outs``; the ranks' sizes may differ."""
-        check_dense([*outs, tensor])
-        if len(outs) != self.size:
-            raise ValueError(f"all_gather of {self.size} ranks needs as many outputs, but got {len(outs)}")
+        check_all_gathered(outs, tensor, self.size)
         self._gather(Call.ALL_GATHER, outs, tensor, -1)
 
     @_collective
     def gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
         """Copy each rank's tensor into one of the root's ``outs``."""
-        check_dense([*outs, tensor])
-        _check_root(root, self.size)
-        if self.me == root and len(outs) != self.size:
-            raise ValueError(f"gather of {self.size} ranks needs as many outputs at its root, but got {len(outs)}")
-        if self.me != root and outs:
-            raise ValueError("gather needs no outputs at ranks that are not its root")
+        check_gathered(outs, tensor, root, self.size, self.me)
         self._gather(Call.GATHER, outs, tensor, root)
 
     def _gather(self, call: Call, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
@@ -301,13 +276,8 @@ class Collectives:
     @_collective
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy all ranks' tensors, which are of one size, behind each other into ``out``."""
-        check_dense([out, tensor])
+        check_gathered_into(out, tensor, self.size)
         nbytes = tensor.numel() * tensor.element_size()
-        if out.numel() != tensor.numel() * self.size or out.dtype != tensor.dtype:
-            raise ValueError(
-                f"the output of all_gather has to be {self.size} times the input, of the same dtype, but is "
-                f"{tuple(out.shape)} of {out.dtype} for {tuple(tensor.shape)} of {tensor.dtype}"
-            )
         with in_a_row([out]) as (row,):
             target = as_bytes(row)
             reads = [(rank, 0, target[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
@@ -316,16 +286,8 @@ class Collectives:
     @_collective
     def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
         """Copy one of the root's ``inputs`` into each rank's tensor."""
-        check_dense([out, *inputs])
-        _check_root(root, self.size)
-        if len(inputs) != (self.size if self.me == root else 0):
-            raise ValueError(
-                f"scatter needs an input for each of {self.size} ranks at its root, and none elsewhere, "
-                f"but got {len(inputs)}"
-            )
+        check_scattered(out, inputs, root, self.size, self.me)
         nbytes = out.numel() * out.element_size()
-        if any(tensor.numel() != out.numel() or tensor.dtype != out.dtype for tensor in inputs):
-            raise ValueError("the inputs of scatter have to be as large as the output, and of its dtype")
         shown = torch.cat([as_bytes(tensor) for tensor in inputs]) if inputs else None
         with in_a_row([out]) as (row,):
             self._copy(Call.SCATTER, shown, lambda: [(root, self.me * nbytes, as_bytes(row))], root, nbytes)
@@ -333,12 +295,7 @@ class Collectives:
     @_collective
     def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy the input that each rank has for this one into one of ``outs``; sizes may differ."""
-        check_dense([*outs, *inputs])
-        if len(outs) != self.size or len(inputs) != self.size:
-            raise ValueError(
-                f"all_to_all of {self.size} ranks needs as many inputs and outputs, "
-                f"but got {len(inputs)} and {len(outs)}"
-            )
+        check_all_to_all(outs, inputs, self.size)
         rows = [as_bytes(tensor) for tensor in inputs]
         ends = [0]
         for row in rows:

@@ -32,10 +32,19 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchcrew.collectives import sparse
+from torchcrew.collectives.arguments import (
+    check_all_gathered,
+    check_all_to_all,
+    check_gathered,
+    check_gathered_into,
+    check_root,
+    check_scattered,
+    parts_of,
+)
 from torchcrew.collectives.collectives import Collectives
 from torchcrew.collectives.link import HEADER, Link, header, text_of
 from torchcrew.collectives.reduction import Operation, operation
-from torchcrew.collectives.rows import as_bytes, check_dense, flat, in_a_row
+from torchcrew.collectives.rows import as_bytes, check_dense, check_writable, flat, in_a_row, write_back
 from torchcrew.collectives.streams import SMALL
 from torchcrew.errors import CollectiveMismatch, PeerDied
 from torchcrew.torch_private import without_autograd
@@ -193,13 +202,14 @@ class HostCollectives:
             return
         check_dense(tensors)
         operations = [operation(op, tensor.dtype) for tensor in tensors]
+        for tensor in tensors:
+            check_writable(tensor)
         for tensor, how in zip(tensors, operations, strict=True):
             row = flat(tensor)
             self._begin(f"all_reduce of {_described(row, how)}")
             self._reduce(row, how)
             self.local.broadcast(row, 0, timeout=self._left)
-            if row.data_ptr() != tensor.data_ptr():
-                tensor.data.copy_(row.view(tensor.shape))
+            write_back(tensor, row)
 
     def _reduce(self, row: torch.Tensor, how: Operation) -> None:
         """Reduce the tensors of all ranks into those of the leaders."""
@@ -220,6 +230,8 @@ class HostCollectives:
     def reduce(self, tensor: torch.Tensor, root: int, reduce_op: Any) -> None:
         """Reduce a tensor into that of ``root``; the others' stay what they are."""
         check_dense([tensor])
+        check_writable(tensor)
+        check_root(root, self.layout.size)
         how, layout = operation(reduce_op, tensor.dtype), self.layout
         row = flat(tensor)
         if self.leaders is not None and layout.rank != root:
@@ -233,24 +245,18 @@ class HostCollectives:
             outs = [row] + [nothing] * (self.local.size - 1) if layout.rank == root else []
             mine = row if self.leaders is not None else nothing
             self.local.gather(outs, mine, layout.place_of[root], timeout=self._left)
-        if layout.rank == root and row.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(row.view(tensor.shape))
+        if layout.rank == root:
+            write_back(tensor, row)
 
     @_collective
     def reduce_scatter(self, outs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], op: Any) -> None:
         """Reduce what all ranks have for a rank into its tensor; ``inputs``, for each of ``outs``: by rank, or all."""
         size, rank = self.layout.size, self.layout.rank
-        for out, given in zip(outs, inputs, strict=True):
-            check_dense([out, *given])
-            sizes = [tensor.numel() for tensor in given] if len(given) > 1 else [out.numel()] * size
-            total = sum(tensor.numel() for tensor in given)
-            if len(sizes) != size or sizes[rank] != out.numel() or sum(sizes) != total:
-                raise ValueError(
-                    f"reduce_scatter of {size} ranks needs inputs for each of them, as large as the outputs"
-                )
-            if any(tensor.dtype != out.dtype for tensor in given):
-                raise ValueError("reduce_scatter needs tensors of one dtype")
-            how = operation(op, out.dtype)
+        calls = [
+            (out, given, parts_of(out, given, size, rank), operation(op, out.dtype))
+            for out, given in zip(outs, inputs, strict=True)
+        ]
+        for out, given, sizes, how in calls:
             row = torch.cat([flat(tensor) for tensor in given])  # never a tensor of the caller: the leader writes it
             self._begin(f"reduce_scatter of {_described(row, how)}")
             self._reduce(row, how)
@@ -273,6 +279,9 @@ class HostCollectives:
         """Copy the tensor of ``root`` into the others'."""
         check_dense([tensor])
         layout = self.layout
+        check_root(root, layout.size)
+        if layout.rank != root:
+            check_writable(tensor)
         row = as_bytes(tensor)
         host = layout.host_of[root]
         self._begin(f"broadcast of {row.numel()} bytes, root {self.ranks[root]}")
@@ -281,15 +290,13 @@ class HostCollectives:
         self._among_leaders(lambda leaders: leaders.broadcast(row, host, self.deadline))
         if layout.here != host:
             self.local.broadcast(row, 0, timeout=self._left)
-        if layout.rank != root and row.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(row.view(tensor.dtype).view(tensor.shape))
+        if layout.rank != root:
+            write_back(tensor, row)
 
     @_collective
     def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy each rank's tensor into one of ``outs``; the ranks' sizes may differ."""
-        check_dense([*outs, tensor])
-        if len(outs) != self.layout.size:
-            raise ValueError(f"all_gather of {self.layout.size} ranks needs as many outputs, but got {len(outs)}")
+        check_all_gathered(outs, tensor, self.layout.size)
         self._gather_tensors(outs, tensor)
 
     def _gather_tensors(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
@@ -299,13 +306,8 @@ class HostCollectives:
     @_collective
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy all ranks' tensors, which are of one size, behind each other into ``out``."""
-        check_dense([out, tensor])
         size = self.layout.size
-        if out.numel() != tensor.numel() * size or out.dtype != tensor.dtype:
-            raise ValueError(
-                f"the output of all_gather has to be {size} times the input, of the same dtype, but is "
-                f"{tuple(out.shape)} of {out.dtype} for {tuple(tensor.shape)} of {tensor.dtype}"
-            )
+        check_gathered_into(out, tensor, size)
         with in_a_row([out]) as (row,):
             mine = as_bytes(tensor)
             outs = as_bytes(row).split(mine.numel()) if mine.numel() else [mine] * size
@@ -333,27 +335,16 @@ class HostCollectives:
     @_collective
     def gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
         """Copy each rank's tensor into one of the root's ``outs``."""
-        check_dense([*outs, tensor])
         size, rank = self.layout.size, self.layout.rank
-        if len(outs) != (size if rank == root else 0):
-            raise ValueError(
-                f"gather of {size} ranks needs as many outputs at its root, and none elsewhere, but got {len(outs)}"
-            )
+        check_gathered(outs, tensor, root, size, rank)
         inputs = [tensor if other == root else tensor.flatten()[:0] for other in range(size)]
         self._exchange(f"gather, root {self.ranks[root]}", outs or [tensor.flatten()[:0]] * size, inputs)
 
     @_collective
     def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
         """Copy one of the root's ``inputs`` into each rank's tensor."""
-        check_dense([out, *inputs])
         size, rank = self.layout.size, self.layout.rank
-        if len(inputs) != (size if rank == root else 0):
-            raise ValueError(
-                f"scatter needs an input for each of {size} ranks at its root, and none elsewhere, "
-                f"but got {len(inputs)}"
-            )
-        if any(tensor.numel() != out.numel() or tensor.dtype != out.dtype for tensor in inputs):
-            raise ValueError("the inputs of scatter have to be as large as the output, and of its dtype")
+        check_scattered(out, inputs, root, size, rank)
         outs = [out if other == root else out.flatten()[:0] for other in range(size)]
         what = f"scatter of {out.numel() * out.element_size()} bytes, root {self.ranks[root]}"
         self._exchange(what, outs, inputs or [out.flatten()[:0]] * size)
@@ -361,12 +352,7 @@ class HostCollectives:
     @_collective
     def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy the input that each rank has for this one into one of ``outs``; sizes may differ."""
-        check_dense([*outs, *inputs])
-        size = self.layout.size
-        if len(outs) != size or len(inputs) != size:
-            raise ValueError(
-                f"all_to_all of {size} ranks needs as many inputs and outputs, but got {len(inputs)} and {len(outs)}"
-            )
+        check_all_to_all(outs, inputs, self.layout.size)
         self._exchange("all_to_all", outs, inputs)
 
     def _exchange(self, what: str, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

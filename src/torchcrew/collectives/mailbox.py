@@ -115,25 +115,19 @@ class _End:
         self.ring: Callable[[], None] = bell(address, other).release
         self.take_back: Callable[[bool], bool] = bell(address, me).acquire
 
-
-class Outlet(_End):
-    """The sender's end. One thread at a time."""
-
-    def send(self, load: Load) -> bool:
-        """Put as much of a message into the ring as has room now, in its order; whether anything has gone."""
-        take, give = self.free.acquire, self.filled.release
+    def _move(self, load: Load, take: Callable[[bool], bool], give: Callable[[], None]) -> bool:
+        """Move as much of a message as there are slots to ``take``; each is given to the other side behind it."""
         moved = 0
         while not load.has_ended and moved < SLOTS and take(False):
             begin = self.count % SLOTS * self.slot
-            room, to = self.slot, self.address + begin
+            room, slot = self.slot, self.address + begin
             if not load.has_begun:
-                self.messages += 1
-                _HEADER.pack_into(self.memory, self.offset + begin, load.tag, load.size, self.messages)
-                room, to = room - _HEADER_ROOM, to + _HEADER_ROOM
+                self._begin(load, self.offset + begin)
+                room, slot = room - _HEADER_ROOM, slot + _HEADER_ROOM
                 load.has_begun = True
             some = min(room, load.size - load.moved)
             if some:
-                _copy(to, load.address + load.moved, some)
+                self._carry(slot, load.address and load.address + load.moved, some)
             load.moved += some
             self.count += 1
             moved += 1
@@ -144,6 +138,29 @@ class Outlet(_End):
         if moved % _BATCH:
             self.ring()
         return moved > 0
+
+    def _begin(self, load: Load, header: int) -> None:
+        """The first slot of a message: its header is there, or is written there."""
+        raise NotImplementedError
+
+    def _carry(self, slot: int, message: int, nbytes: int) -> None:
+        """Copy between a slot and the message, which is at 0 if it is thrown away."""
+        raise NotImplementedError
+
+
+class Outlet(_End):
+    """The sender's end. One thread at a time."""
+
+    def send(self, load: Load) -> bool:
+        """Put as much of a message into the ring as has room now, in its order; whether anything has gone."""
+        return self._move(load, self.free.acquire, self.filled.release)
+
+    def _begin(self, load: Load, header: int) -> None:
+        self.messages += 1
+        _HEADER.pack_into(self.memory, header, load.tag, load.size, self.messages)
+
+    def _carry(self, slot: int, message: int, nbytes: int) -> None:
+        _copy(slot, message, nbytes)
 
 
 class Inlet(_End):
@@ -163,23 +180,14 @@ class Inlet(_End):
 
     def read(self, load: Load) -> bool:
         """Take out of the ring as much of the opened message as is there; whether anything has come."""
-        take, give = self.filled.acquire, self.free.release
-        moved = 0
-        while not load.has_ended and moved < SLOTS and (self._opened or take(False)):
-            room, source = self.slot, self.address + self.count % SLOTS * self.slot
-            if self._opened:
-                room, source = room - _HEADER_ROOM, source + _HEADER_ROOM
-                self._opened, load.has_begun = False, True
-            some = min(room, load.size - load.moved)
-            if some and load.address:
-                _copy(load.address + load.moved, source, some)
-            load.moved += some
-            self.count += 1
-            moved += 1
-            give()
-            self.take_back(False)
-            if moved % _BATCH == 0:
-                self.ring()
-        if moved % _BATCH:
-            self.ring()
-        return moved > 0
+        return self._move(load, self._take, self.free.release)
+
+    def _take(self, block: bool) -> bool:
+        return self._opened or bool(self.filled.acquire(block))
+
+    def _begin(self, load: Load, header: int) -> None:
+        self._opened = False
+
+    def _carry(self, slot: int, message: int, nbytes: int) -> None:
+        if message:
+            _copy(message, slot, nbytes)

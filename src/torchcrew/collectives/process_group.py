@@ -27,12 +27,12 @@ from torchcrew.collectives.lane import Lane
 from torchcrew.collectives.mail import Mail
 from torchcrew.collectives.meeting import Meeting
 from torchcrew.collectives.places import Places
+from torchcrew.collectives.registration import NAME
 from torchcrew.collectives.streams import Streams
 from torchcrew.torch_private import completed_work, is_in_backward
 
-__all__ = ("NAME", "CrewProcessGroup")
+__all__ = ("CrewProcessGroup",)
 
-NAME = "crew"
 #: Seconds that the thread of a group which is destroyed has for what is pending.
 _CLOSING = 5.0
 

@@ -113,7 +113,7 @@ class Operation:
 
 def _of_bool(kind: Any, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Sums of truth are "any", products "all", as torch has them."""
-    if kind in (_KINDS.MAX, _KINDS.SUM, _KINDS.AVG):
+    if kind in (_KINDS.MAX, _KINDS.SUM):
         return torch.logical_or
     if kind in (_KINDS.MIN, _KINDS.PRODUCT):
         return torch.logical_and

@@ -15,7 +15,7 @@ import torch
 
 from torchcrew.torch_private import overlaps_itself
 
-__all__ = ("as_bytes", "check_dense", "check_writable", "flat", "in_a_row", "lies_in_a_row")
+__all__ = ("as_bytes", "check_dense", "check_writable", "flat", "in_a_row", "lies_in_a_row", "write_back")
 
 
 def lies_in_a_row(tensor: torch.Tensor) -> bool:
@@ -50,6 +50,12 @@ def in_a_row(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor, row in zip(tensors, rows, strict=True):
         if row is not tensor:
             tensor.data.copy_(row)
+
+
+def write_back(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    """Copy into a tensor what was written to `flat`, or `as_bytes`, of it, where that is a copy."""
+    if not lies_in_a_row(tensor):
+        tensor.data.copy_(row.view(tensor.dtype).view(tensor.shape))
 
 
 def check_writable(tensor: torch.Tensor) -> None:
