@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcrew
-from benchmarks.harness import COPY, OURS, STOCK, digest
+from benchmarks.harness import COPY, OURS, STOCK, digest, median_seconds
 from torchcrew.collectives import register
 
 __all__ = ("ALONE", "BATCH", "FRESH", "ORDINARY", "SHARED", "Block", "meet", "parameters", "reduce", "train")
@@ -146,15 +146,15 @@ def train(crew: Any, engine: str, spread: str, *, is_quick: bool) -> Block:
     inputs = torch.randn(BATCH, _BATCH_FEATURES, generator=generator)
     labels = torch.randint(0, _CLASSES, (BATCH,), generator=generator)
     dist.barrier(crew.local.groups[OURS if engine == ALONE else engine])
-    seconds = []
-    for _ in range(before + timed):
-        began = time.perf_counter()
+
+    def step() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
-        seconds.append(time.perf_counter() - began)
+
+    seconds = median_seconds(step, before, timed)
     weights = [] if engine == ALONE else [_whole(parameter) for parameter in model.parameters()]
-    return Block(statistics.median(seconds[before:]), digest(weights) if weights else "")
+    return Block(seconds, digest(weights) if weights else "")
 
 
 def _whole(parameter: Any) -> torch.Tensor:

@@ -53,6 +53,7 @@ __all__ = (
     "compare",
     "console",
     "digest",
+    "median_seconds",
     "ratio",
     "run_child",
     "run_epochs",
@@ -135,6 +136,16 @@ def alternate(engines: Mapping[str, Callable[[], Measurement]], repeats: int) ->
 
 
 # Checking -------------------------------------------------------------------------------------------------------------
+
+
+def median_seconds(step: Callable[[], object], before: int, timed: int) -> float:
+    """What a step takes, of ``timed`` ones behind ``before`` others."""
+    seconds = []
+    for _ in range(before + timed):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[before:])
 
 
 def digest(batch: Any) -> str:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import statistics
 import sys
-import time
 from functools import partial
 
 import torch
@@ -40,15 +38,15 @@ def step_seconds(work: str) -> tuple[float, float, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data, target = torch.randn(batch, sizes[0]), torch.randn(batch, sizes[-1])
     torch.distributed.barrier()  # all ranks compute at the same time
-    seconds = []
-    for _ in range(before + steps):
-        began = time.perf_counter()
+
+    def step() -> None:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(data), target).backward()
         optimizer.step()
-        seconds.append(time.perf_counter() - began)
+
+    seconds = harness.median_seconds(step, before, steps)
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
-    return statistics.median(seconds[before:]), total, torch.get_num_threads()
+    return seconds, total, torch.get_num_threads()
 
 
 def main() -> None:
